@@ -1,7 +1,7 @@
 """What a run spends of its privacy budget, by dp-accounting: (ε, δ) of clients under central or local noise.
 
-In all functions ``noise`` is σ, the noise multiplier: the standard deviation in units of the clipping norm C; ``delta``
-is δ. The server divides the noised sum by a number that does not depend on who came, such as N or qN. Sampling
+``noise`` is σ, the noise multiplier: the standard deviation in units of the clipping norm C; ``delta`` is δ.
+The server divides the noised sum by a number that does not depend on who came, such as N or qN. Sampling
 amplifies privacy only as long as nobody who sees the models knows who was drawn in a round.
 """
 
@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class Sampling:
 
     @property
     def probability(self) -> float | None:
-        """Probability by which each client is drawn on its own, 1 where all are; None for draws of a fixed size."""
+        """Probability by which each client is drawn on its own; None for draws of a fixed size."""
         if self.kind == "poisson":
             return self.rate
         return 1.0 if self.kind == "all" or self.count == self.clients else None
@@ -62,9 +62,9 @@ class Sampling:
     def relation(self) -> Literal["add_remove", "replace_one"]:
         """Which federations are neighbors. ε of different relations must not be compared.
 
-        ``add_remove``: one client is absent or sends zeros, and the sum changes by at most C. It holds for Poisson
-        sampling and where all clients take part, since the divisor is fixed. ``replace_one``: one client has
-        other data, and the sum changes by at most 2C. It is the relation of draws of a fixed size.
+        ``add_remove``: one client is absent or sends zeros, and the sum changes by at most C. It holds for
+        Poisson sampling and where all clients take part, since the divisor is fixed. ``replace_one``: one
+        client has other data, and the sum changes by at most 2C. It is the relation of draws of a fixed size.
         """
         return "replace_one" if self.probability is None else "add_remove"
 
@@ -72,11 +72,11 @@ class Sampling:
 def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling, accountant: Accountant) -> float:
     """ε of central differential privacy after some rounds, for the relation ``sampling.relation``.
 
-    The accountant rdp gives an upper bound by Rényi divergences: Mironov et al. 2019 (arXiv:1908.10530) for Poisson
-    sampling; Wang, Balle and Kasiviswanathan 2019 (arXiv:1808.00087, Theorem 27) for draws of a fixed size, for
-    which pld has none. pld gives the tight value by privacy loss distributions (Koskela et al. 2020,
-    arXiv:1906.03049) and without sampling by the closed form of Balle and Wang 2018 (arXiv:1805.06530, Theorem 8).
-    Where the value of rdp is above 100 and clients are sampled, pld gives that value.
+    The accountant rdp gives an upper bound by Rényi divergences: Mironov et al. 2019 (arXiv:1908.10530) for
+    Poisson sampling; Wang et al. 2019 (arXiv:1808.00087, Theorem 27) for draws of a fixed size, for which pld
+    has none. pld gives the tight value by privacy loss distributions (Koskela et al. 2020, arXiv:1906.03049),
+    without sampling by the closed form of Balle and Wang 2018 (arXiv:1805.06530, Theorem 8). With sampling,
+    where the value of rdp is above 100, pld gives that value.
 
     Raises:
         ConfigError: for wrong numbers, pld with draws of a fixed size, or a missing dp-accounting.
@@ -87,8 +87,8 @@ def epsilon(noise: float, rounds: int, delta: float, sampling: Sampling, account
 def local_epsilon(noise: float, releases: int, delta: float, accountant: Accountant) -> float:
     """ε of local differential privacy of a client that sent ``releases`` noised updates.
 
-    The neighboring relation is replace-one: the client's data may be any other. Two clipped updates differ by up to
-    2C, so the noise in units of its own sensitivity is σ/2. The server sees who takes part, so sampling does not help.
+    The neighboring relation is replace-one: the client's data may be any other. Two clipped updates differ by
+    up to 2C, so the noise in units of its own sensitivity is σ/2. Sampling does not help: the server sees it.
     """
     return composed_epsilon({(noise / 2, Sampling("all", 1)): releases}, delta, accountant)
 
@@ -96,7 +96,7 @@ def local_epsilon(noise: float, releases: int, delta: float, accountant: Account
 def composed_epsilon(
     rounds: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
 ) -> float:
-    """ε after rounds that may differ: ``rounds`` has their number by noise and sampling. Else as :func:`epsilon`."""
+    """ε after different rounds, as :func:`epsilon`; ``rounds`` has their number by noise and sampling."""
     if accountant not in ("pld", "rdp"):
         raise ConfigError(f"privacy.accountant: {accountant!r}. {did_you_mean(accountant, ['pld', 'rdp'])}")
     for (noise, _), count in rounds.items():
@@ -112,7 +112,7 @@ def composed_epsilon(
 
 
 def noise_for(epsilon: float, delta: float, rounds: int, sampling: Sampling, accountant: Accountant) -> float:
-    """Find the smallest noise by which all rounds keep to the budget ``epsilon``; a ConfigError if there is none.
+    """Find the smallest noise by which all rounds keep to the budget ``epsilon``; an error if there is none.
 
     Returns:
         σ, by at most 0.001 (for σ < 1 by 0.001 σ) larger than the smallest one, and never smaller.
@@ -122,7 +122,7 @@ def noise_for(epsilon: float, delta: float, rounds: int, sampling: Sampling, acc
 
 
 def local_noise_for(epsilon: float, delta: float, releases: int, accountant: Accountant) -> float:
-    """Find the smallest noise by which a client's releases keep to its budget ``epsilon``, as :func:`noise_for`."""
+    """Find the smallest noise by which a client keeps to its budget ``epsilon``, as :func:`noise_for`."""
     _check(epsilon=epsilon, rounds=releases)
     return _smallest_noise(lambda noise: local_epsilon(noise, releases, delta, accountant), epsilon)
 
@@ -130,11 +130,9 @@ def local_noise_for(epsilon: float, delta: float, releases: int, accountant: Acc
 def rounds_within(
     epsilon: float, noise: float, delta: float, sampling: Sampling, accountant: Accountant, most: int
 ) -> int:
-    """Count the rounds, up to ``most``, that keep to the budget ``epsilon``; 0 if the first one does not."""
+    """Count the rounds, up to ``most``, that keep to the budget ``epsilon``; 0 if the first does not."""
     _check(epsilon=epsilon, most=most)
-    good, bad = 0, most + 1
-    # few rounds cost the least to account for, so the search doubles from below before it bisects
-    middle = min(1, most)
+    good, bad, middle = 0, most + 1, 1
     while bad - good > 1:
         keeps = composed_epsilon({(noise, sampling): middle}, delta, accountant) <= epsilon
         good, bad = (middle, bad) if keeps else (good, middle)
@@ -143,16 +141,16 @@ def rounds_within(
 
 
 def default_count_noise(clients: float) -> float:
-    """σ_b = m/20 of Andrew et al. 2021, m clients expected a round: the share has a standard deviation of 0.05."""
+    """σ_b = m/20 of Andrew et al. 2021, for m expected clients a round: noise of 0.05 in the share."""
     return clients / 20
 
 
 def split_noise(noise: float, count_noise: float) -> float:
     """Find the noise of updates if a part of the budget goes to adaptive clipping.
 
-    Both releases together cost what one with ``noise`` does (Andrew et al. 2021, arXiv:1905.03871, Theorem 1). The
-    count must be Σ (b_i - 1/2), b_i = 1 for an update within the bound and else 0: its sensitivity is 1/2. The share
-    is then b̃ = 1/2 + (Σ (b_i - 1/2) + N(0, σ_b²)) / m with the fixed divisor m.
+    Both releases together cost what one of ``noise`` does (Andrew et al. 2021, arXiv:1905.03871, Theorem 1).
+    The count must be Σ (b_i - 1/2), b_i = 1 for an update within the bound, else 0: its sensitivity is 1/2.
+    The share is then b̃ = 1/2 + (Σ (b_i - 1/2) + N(0, σ_b²)) / m with the fixed divisor m.
 
     Returns:
         σ_Δ = (σ⁻² - (2σ_b)⁻²)^(-1/2) with σ_b = ``count_noise``, the standard deviation of the count.
@@ -200,10 +198,8 @@ def _compose(rounds: tuple[tuple[float, Sampling, int], ...], delta: float, acco
     bound = float(library.rdp.compute_epsilon(library.rdp.RdpAccountant().orders, curve, delta)[0])
     if accountant == "rdp" or bound > _LARGEST_PLD_EPSILON:
         return bound
-    first, *rest = (_pld_of_a_round(n, s.probability).self_compose(count) for n, s, count in rounds)
-    for other in rest:
-        first = first.compose(other)
-    return float(first.get_epsilon_for_delta(delta))
+    losses = (_pld_of_a_round(n, s.probability).self_compose(count) for n, s, count in rounds)
+    return float(reduce(lambda a, b: a.compose(b), losses).get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=1024)

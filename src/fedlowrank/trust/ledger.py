@@ -46,8 +46,8 @@ class Ledger:
     """Rounds that were charged, in memory and in an append-only file with one JSON line for each.
 
     Charge a round *before* anything of it is released: a line that was cut off by a kill then belongs to a
-    release that never happened, and reading drops it. The file names who was drawn; amplification by sampling holds
-    only as long as it stays with the server.
+    release that never happened, and reading drops it. The file names who was drawn; amplification by sampling
+    holds only as long as it stays with the server.
 
     Args:
         path: of the file, commonly ``privacy.jsonl`` in the run folder; None keeps the ledger in memory.
@@ -93,18 +93,17 @@ class Ledger:
             clip: C, the clipping norm.
             sampling: how the clients were drawn.
             clients: who is charged.
-            seeded: the noise comes from the seed of the run, so that a round that is done again after a resume
-                releases the same bytes: a line that the ledger has is not written again. With noise of the
-                operating system each repetition is a further release.
+            seeded: the noise comes from the seed of the run, so that a round that is done again after a
+                resume releases the same bytes: a line that the ledger has is not written again. With noise of
+                the operating system each repetition is a further release.
 
         Returns:
             Whether a line was added.
 
         Raises:
-            CheckpointError: if the file cannot be written or was changed by somebody else; nothing is charged.
+            CheckpointError: if the file cannot be written or something else wrote to it; nothing is charged.
         """
-        who = tuple(sorted(int(client) for client in clients))
-        charge = Charge(int(round), float(noise), float(clip), sampling, who)
+        charge = _charge(round, noise, clip, sampling, sorted(clients))
         if seeded and charge in self._known:
             return False
         if self._path is not None:
@@ -155,7 +154,7 @@ class Ledger:
                 size = os.fstat(file.fileno()).st_size
                 if size != self._size:
                     raise CheckpointError(
-                        f"{path} has {size} bytes where the run left {self._size}: something else wrote to it. "
+                        f"{path} has {size} bytes, not {self._size}: something else wrote to it. "
                         "End the other process and resume the run"
                     )
                 try:
@@ -173,8 +172,12 @@ class Ledger:
 
 
 def _combine(noises: list[float]) -> float:
-    """Noise of the one Gaussian release that tells as much as all these releases of a value: (Σ σ⁻²)^(-1/2)."""
+    """Noise of the one Gaussian release that tells as much as all these of the same value: (Σ σ⁻²)^(-1/2)."""
     return noises[0] if len(noises) == 1 else float(sum(noise**-2 for noise in noises) ** -0.5)
+
+
+def _charge(round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> Charge:
+    return Charge(int(round), float(noise), float(clip), sampling, tuple(map(int, clients)))
 
 
 def _encode(charge: Charge) -> bytes:
@@ -186,12 +189,12 @@ def _decode(line: bytes, where: str) -> Charge:
     try:
         value = json.loads(line)
         sampling = Sampling(**value.pop("sampling"))
-        charge = Charge(sampling=sampling, clients=tuple(value.pop("clients")), **value)
+        charge = _charge(sampling=sampling, **value)
         if _encode(charge) != line:
             raise ValueError("it is not as it was written")
     except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
         raise CheckpointError(
-            f"{where}: this is no charge of the privacy ledger ({error}). What the run spent is no longer known; "
+            f"{where}: this is no charge of the privacy ledger ({error}). What was spent is no longer known; "
             "restore the file from a copy"
         ) from error
     return charge

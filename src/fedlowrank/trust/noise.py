@@ -21,15 +21,16 @@ def gaussian(like: Mapping[str, Tensor], std: float, source: Source) -> dict[str
     """Draw independent N(0, std²) of the shapes, types and devices of some tensors.
 
     Numbers are drawn as float64 on the CPU and rounded to the type of the tensor. Attacks on the rounding of
-    floating-point noise (Mironov 2012, "On significance of the least significant bits for differential privacy")
-    are not covered; they would need the discrete Gaussian. The generator, PCG64, is no cryptographic one either.
+    floating-point noise (Mironov 2012, "On significance of the least significant bits for differential
+    privacy") are not covered; they would need the discrete Gaussian. The generator, PCG64, is no
+    cryptographic one either.
 
     Args:
         like: floating tensors by name.
         std: standard deviation; 0 for zeros.
-        source: a key gives the same noise each time and protects nobody who could know the key: it is for
-            simulations. ``"system"`` seeds a fresh generator for every tensor with 256 bits of ``os.urandom``;
-            no seed of a run changes it.
+        source: a key gives the same noise each time. It is for simulations: who knows the key can take the
+            noise away. ``"system"`` seeds a fresh generator for every tensor with 256 bits of
+            ``os.urandom``; no seed of a run changes it.
 
     Returns:
         Noise by name.
