@@ -98,6 +98,9 @@ def test_a_kill_at_any_byte_of_the_last_line_leaves_the_lines_before(path: Path)
         charge(resumed, 2, [2])
         assert path.read_bytes() == whole
     assert Ledger(path).rounds() == 3
+    path.write_bytes(before + whole[len(before) : -1] + b" " * 500)
+    charge(Ledger(path), 2, [2])
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,8 @@ def test_a_kill_at_any_byte_of_the_last_line_leaves_the_lines_before(path: Path)
         lambda lines: [lines[0].replace(b"[0, 5]", b"[5, 5]"), *lines[1:]],
         lambda lines: [lines[0].replace(b"[0, 5]", b"5"), *lines[1:]],
         lambda lines: [b"[]", *lines[1:]],
+        lambda lines: [lines[0].replace(b'"round": 0', b'"round": 0.5'), *lines[1:]],
+        lambda lines: [lines[0].replace(b"[0, 5]", b'["0", "5"]'), *lines[1:]],
         lambda lines: [*lines[:-1], bytes(len(lines[-1]))],
         lambda lines: [*lines[:-1], b"\xff"],
     ],

@@ -71,12 +71,16 @@ def test_system_noise_has_256_bits_of_the_operating_system_for_each_tensor(
     assert asked == [32, 32, 32]
     assert not torch.equal(drawn["a"], drawn["b"])
     assert torch.equal(drawn["a"], drawn["c"])
+    # all 256 bits enter the generator
+    expected = np.random.default_rng(np.random.SeedSequence(0, pool_size=8)).standard_normal(4)
+    assert torch.equal(drawn["a"], torch.from_numpy(expected).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_noise_is_drawn_in_float64_and_rounded(dtype: torch.dtype) -> None:
     exact = gaussian({"w": torch.empty(7, 2, dtype=torch.float64)}, 3.0, KEY)["w"]
     drawn = gaussian({"w": torch.empty(7, 2, dtype=dtype)}, 3.0, KEY)["w"]
+    assert not torch.equal(exact, exact.float().double())
     assert drawn.dtype == dtype
     assert drawn.shape == (7, 2)
     assert torch.equal(drawn, exact.to(dtype))

@@ -103,8 +103,7 @@ class Ledger:
         Raises:
             CheckpointError: if the file cannot be written or something else wrote to it; nothing is charged.
         """
-        who = tuple(sorted(int(client) for client in clients))
-        charge = Charge(int(round), float(noise), float(clip), sampling, who)
+        charge = _charge(round, noise, clip, sampling, sorted(clients))
         if seeded and charge in self._known:
             return False
         if self._path is not None:
@@ -181,6 +180,10 @@ def _combine(noises: list[float]) -> float:
     return noises[0] if len(noises) == 1 else float(sum(noise**-2 for noise in noises) ** -0.5)
 
 
+def _charge(round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> Charge:
+    return Charge(int(round), float(noise), float(clip), sampling, tuple(map(int, clients)))
+
+
 def _encode(charge: Charge) -> bytes:
     sampling = {name: value for name, value in asdict(charge.sampling).items() if value is not None}
     return json.dumps(asdict(charge) | {"sampling": sampling}).encode()
@@ -190,7 +193,7 @@ def _decode(line: bytes, where: str) -> Charge:
     try:
         value = json.loads(line)
         sampling = Sampling(**value.pop("sampling"))
-        charge = Charge(sampling=sampling, clients=tuple(value.pop("clients")), **value)
+        charge = _charge(sampling=sampling, **value)
         if _encode(charge) != line:
             raise ValueError("it is not as it was written")
     except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
