@@ -18,7 +18,10 @@ from ..data.federation import Federation
 from ..engines.base import AnyMethod, Engine
 from .local_model import LocalModel, local_model
 from .records import Accuracy
-from .scoring import Pool, Scores, concatenate, measure
+from .scoring import Pool, Scores, concatenate, measure, measure_each
+
+Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
+"""Models, each with the clients that use it."""
 
 SPLITS = ("val", "test")
 
@@ -145,50 +148,64 @@ class Evaluator:
                 models.setdefault(shared, model)
             groups.setdefault(shared, []).append(place)
         parts = []
+        together: dict[Any, list[tuple[LocalModel, list[int]]]] = {}
         for shared, places in groups.items():
-            model, group = models[shared], [infos[i] for i in places]
-            scores = self._score_together(group, model)
+            model = models[shared]
+            together.setdefault(self._kind(model, shared), []).append((model, places))
+        for same in together.values():
+            scores = self._score_together([(model, [infos[i] for i in places]) for model, places in same])
             if scores is not None:
-                parts.append((places, _of_one_model(model, scores, len(group))))
+                parts.append(([i for _, places in same for i in places], _of_models(same, scores)))
                 continue
-            for place, info in zip(places, group, strict=True):
-                client = model if len(group) == 1 else model_of(info)
-                parts.append(([place], as_table(evaluate_client(client, self.federation.clients[info.id]))))
+            for model, places in same:
+                for place in places:
+                    client = model if len(places) == 1 else model_of(infos[place])
+                    data = self.federation.clients[infos[place].id]
+                    parts.append(([place], as_table(evaluate_client(client, data))))
         return scatter(parts, len(infos))
 
-    def _score_together(self, infos: Sequence[ClientInfo], shared: LocalModel) -> dict[str, Scores] | None:
-        """Scores of one model on the splits of all clients, by series; None where clients must be scored one by one."""
-        model = shared.model
-        if len(infos) == 1 or model.couples or model.has_hooks or self._is_separable.get(model.name) is False:
+    def _kind(self, model: LocalModel, shared: Any) -> Any:
+        """Equal for models that are scored in one pass over the examples of all their clients."""
+        # what users' modules do in one call they might not do in two
+        return (id(model.model), tuple(model.predictors)) if model.model.is_standard else shared
+
+    def _score_together(self, models: Models) -> dict[str, Scores] | None:
+        """Scores of models of one kind on the splits of their clients, by series; None where clients must be scored one by one."""
+        first, infos = models[0]
+        model = first.model
+        if model.couples or model.has_hooks or self._is_separable.get(model.name) is False:
             return None
-        pool = self._pool([info.id for info in infos])
+        if len(infos) == 1 and not model.is_standard:
+            return None
+        pool = self._pool([info.id for _, infos in models for info in infos])
         if pool is None:
             return None
         with torch.inference_mode():
-            if model.is_standard or model.name in self._is_separable:
-                return {name: measure(predict, pool) for name, predict in shared.predictors.items()}
-            return self._checked(infos[0], shared, pool)
+            if model.name in self._is_separable:
+                return _measure(models, pool)
+            return self._checked(models, pool)
 
-    def _checked(self, first: ClientInfo, shared: LocalModel, pool: Pool) -> dict[str, Scores] | None:
-        """Scores by a module of the user's; None if it mixes examples of a batch or draws random numbers.
+    def _checked(self, models: Models, pool: Pool) -> dict[str, Scores] | None:
+        """Scores by a module; None if it mixes examples of a batch or draws random numbers.
 
         Whether it does is found by comparing the first client's scores with those on its examples alone.
         """
-        data = self.federation.clients[first.id]
+        first, infos = models[0]
+        data = self.federation.clients[infos[0].id]
         alone = Pool([getattr(data, split) for split in SPLITS])
         is_equal = True
-        with shared.key.global_generators(data.train.y.device):
+        with first.key.global_generators(data.train.y.device):
             before = generator_states()
-            found = {name: measure(predict, pool) for name, predict in shared.predictors.items()}
-            for name, predict in shared.predictors.items():
+            found = _measure(models, pool)
+            for name, predict in first.predictors.items():
                 expected, got = measure(predict, alone).risk, found[name].risk[: len(SPLITS)]
                 is_equal = is_equal and all(map(_is_close, expected, got))
             draws = generator_states() != before
-        self._is_separable[shared.model.name] = is_equal and not draws
+        self._is_separable[first.model.name] = is_equal and not draws
         if is_equal and not draws:
             return found
         why = "draws random numbers" if draws else "mixes the examples of a batch"
-        logger.warning("model %s %s: it is evaluated client by client", shared.model.name, why)
+        logger.warning("model %s %s: it is evaluated client by client", first.model.name, why)
         return None
 
     def _pool(self, clients: Sequence[int]) -> Pool | None:
@@ -231,8 +248,20 @@ def as_table(found: ClientEvaluation) -> Evaluation:
     return Evaluation(table(found.accuracy), table(found.risk), routes, sizes)
 
 
-def _of_one_model(shared: LocalModel, scores: dict[str, Scores], clients: int) -> Evaluation:
-    """The evaluation of clients that share a model."""
+def _measure(models: Models, pool: Pool) -> dict[str, Scores]:
+    """Scores of models on the splits of their clients, by series."""
+    predictors = [
+        (predictors, sets)
+        for model, infos in models
+        for predictors in [model.predictors]
+        # a function of the method might mix examples: it is called for each split, as for a single client
+        for sets in ([1] * len(SPLITS) if model.is_function else [len(SPLITS) * len(infos)])
+    ]
+    return {name: measure_each([(of[name], sets) for of, sets in predictors], pool) for name in predictors[0][0]}
+
+
+def _of_models(models: Sequence[tuple[LocalModel, Sequence[Any]]], scores: dict[str, Scores]) -> Evaluation:
+    """The evaluation of clients whose models were scored together."""
 
     def table(kind: str) -> Accuracy:
         width = len(SPLITS)
@@ -241,9 +270,12 @@ def _of_one_model(shared: LocalModel, scores: dict[str, Scores], clients: int) -
             for name, of in scores.items()
         }
 
-    routes = None if shared.routes is None else [shared.routes] * clients
-    sizes = {name: [shared.count_parameters(name)] * clients for name in scores}
-    return Evaluation(table("accuracy"), table("risk"), routes, sizes)
+    def each(value: Callable[[LocalModel], Any]) -> list[Any]:
+        return [v for model, clients in models for v in [value(model)] * len(clients)]
+
+    routes = each(lambda model: model.routes)
+    sizes = {name: each(lambda model, n=name: model.count_parameters(n)) for name in scores}  # type: ignore[misc]
+    return Evaluation(table("accuracy"), table("risk"), None if None in routes else routes, sizes)
 
 
 def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Evaluation:

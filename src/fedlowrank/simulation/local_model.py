@@ -46,11 +46,17 @@ class LocalModel:
         }
 
     @property
+    def is_function(self) -> bool:
+        """Whether a series is a function of the method, and not parameters of the model."""
+        return any(callable(params) for params in self.client_model.series.values())
+
+    @property
     def identity(self) -> Any:
-        """Equal for clients whose models are the same tensors in the same module; None if a series is a function."""
-        series = self._series()
-        if any(callable(params) for params in series.values()):
+        """Equal for clients whose models are the same tensors in the same module; None if a function gives them."""
+        # parameters that are computed in every use lie at another place each time
+        if self.is_function or (callable(self.client_model.params) and not self.client_model.series):
             return None
+        series = self._series()
         tensors = [(name, key, t.data_ptr()) for name, of in series.items() for key, t in of.items()]
         return id(self.model), tuple(tensors)
 

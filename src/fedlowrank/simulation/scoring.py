@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ..core.client_model import Predictor
 from ..core.loss import pointwise_loss
 from ..core.method import Batch
 from ..data.dataset import Examples
-from ..training.local_data import channels_last, chunk_size, gather
+from ..training.local_data import CHUNK, channels_last, chunk_size, gather
+
+AT_ONCE = 4096
+"""Examples whose losses are computed in one call."""
+
+FEW = 16
+"""Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
 
 
 class Pool:
@@ -56,15 +65,31 @@ class Scores:
     risk: list[float | None]
 
 
-def measure(predict: Callable[[Any], Tensor], pool: Pool) -> Scores:
+def measure(predict: Predictor, pool: Pool) -> Scores:
     """Accuracy and mean loss of a predictor on each set of a pool; of language models, over the tokens that count."""
-    tables = [_score_examples(predict, examples) for examples in pool.passes]
-    if not tables:
+    return measure_each([(predict, len(pool.lengths))], pool)
+
+
+def measure_each(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Scores:
+    """Accuracy and mean loss of several predictors, each on the next sets of a pool.
+
+    Args:
+        predictors: each with the number of its sets; more than one needs a pool that is concatenated.
+        pool: the sets.
+    """
+    if not pool.passes:
         return Scores([None] * len(pool.lengths), [None] * len(pool.lengths))
+    lengths = iter(pool.lengths)
+    rows = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
+    tables = [
+        _score_examples([(predict, min(n, len(examples))) for predict, n in rows], examples)
+        for examples in pool.passes
+    ]
     table = torch.cat(tables)
-    lengths = torch.tensor(pool.lengths, device=table.device)
     # numbers stay on the device until this one read
-    sums = torch.segment_reduce(table, "sum", lengths=lengths).tolist()
+    sums = torch.segment_reduce(
+        table, "sum", lengths=torch.tensor(pool.lengths, device=table.device)
+    ).tolist()
     # of texts in which no token is to be predicted the weight is zero
     return Scores(
         [right / weight if weight and not pool.regression else None for right, _, weight in sums],
@@ -72,24 +97,53 @@ def measure(predict: Callable[[Any], Tensor], pool: Pool) -> Scores:
     )
 
 
-def _score_examples(predict: Callable[[Any], Tensor], examples: Examples) -> Tensor:
-    """For each example whether it is right, its loss and its weight ``[n, 3]``; for texts sums over tokens."""
-    rows, n, size = [], len(examples), chunk_size(examples)
-    for start in range(0, n, size):
-        batch = _slice(examples, start, min(start + size, n))
-        scores = predict(batch.x)
-        lost, weights = pointwise_loss(scores, batch.y), batch.weights
-        if weights is None:
-            weights = torch.ones_like(lost)
-        if examples.regression:
-            right = torch.zeros_like(lost)
-        elif examples.tokens:
-            right = (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum(1)
-        else:
-            right = scores.argmax(-1) == batch.y
-        right, lost, weights = right.double(), lost.double(), weights.double()
-        rows.append(torch.stack([right, lost * weights, weights], 1))
-    return torch.cat(rows)
+def _score_examples(predictors: Sequence[tuple[Predictor, int]], examples: Examples) -> Tensor:
+    """For each example whether it is right, its loss and its weight ``[n, 3]``; for texts sums over tokens.
+
+    Args:
+        predictors: each with the number of its examples.
+        examples: of all predictors, one after another.
+    """
+    tables: list[Tensor] = []
+    unscored: list[Tensor] = []
+    first = scored = 0
+    size = chunk_size(examples)
+    for predict, n in predictors:
+        end = first + n
+        for start in range(first, end, size):
+            stop = min(start + size, end)
+            batch = _slice(examples, start, stop)
+            unscored.append(predict(batch.x))
+            # one call for many chunks; the labels of texts are as wide as their chunk
+            if examples.tokens or stop - scored >= AT_ONCE or stop == len(examples):
+                y = batch.y if examples.tokens else examples.y[scored:stop]
+                tables.append(_table(torch.cat(unscored), Batch(None, y)))
+                unscored, scored = [], stop
+        first = end
+    return torch.cat(tables)
+
+
+def _table(scores: Tensor, batch: Batch) -> Tensor:
+    """The rows of :func:`_score_examples` of a batch, given its scores."""
+    lost, weights = _pointwise_loss(scores, batch.y), batch.weights
+    if weights is None:
+        weights = torch.ones_like(lost)
+    if batch.y.is_floating_point():
+        right = torch.zeros_like(lost)
+    elif batch.y.ndim == 2:
+        right = (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum(1)
+    else:
+        right = scores.argmax(-1) == batch.y
+    right, lost, weights = right.double(), lost.double(), weights.double()
+    return torch.stack([right, lost * weights, weights], 1)
+
+
+def _pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """The loss of each example; of few classes the softmax is faster where the examples of a class are adjacent."""
+    if y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
+        return pointwise_loss(scores, y)
+    by_class = scores.t().contiguous()
+    return functional.cross_entropy(by_class.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)
 
 
 def _slice(examples: Examples, start: int, stop: int) -> Batch:
