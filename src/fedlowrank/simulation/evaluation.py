@@ -85,7 +85,10 @@ class Evaluator:
 
     def __init__(self, method: AnyMethod, federation: Federation, task: Task, engine: Engine) -> None:
         self.method, self.federation, self.task, self.engine = method, federation, task, engine
+        self._examples = [len(data.val) + len(data.test) for data in federation.clients]
+        # of this evaluation and of the one before
         self._pools: dict[tuple[int, ...], Pool] = {}
+        self._former_pools: dict[tuple[int, ...], Pool] = {}
         self._is_separable: dict[str, bool] = {}
 
     def evaluate(
@@ -115,7 +118,9 @@ class Evaluator:
 
         everyone = self.federation.infos
         blocks = self._blocks(everyone if clients is None else clients)
+        self._pools, self._former_pools = {}, self._pools
         found = self.engine.each(work, blocks)
+        self._former_pools = {}
         parts = [([i.id for i in b], Evaluation(**f)) for b, f in zip(blocks, found, strict=True)]
         return scatter(parts, len(everyone))
 
@@ -128,8 +133,7 @@ class Evaluator:
                 blocks.append([])
                 examples = 0
             blocks[-1].append(info)
-            data = self.federation.clients[info.id]
-            examples += data.val.y.shape[0] + data.test.y.shape[0]
+            examples += self._examples[info.id]
         return blocks
 
     def _evaluate_block(
@@ -148,11 +152,16 @@ class Evaluator:
                 models.setdefault(shared, model)
             groups.setdefault(shared, []).append(place)
         parts = []
-        together: dict[Any, list[tuple[LocalModel, list[int]]]] = {}
+        kinds: dict[Any, list[tuple[LocalModel, list[int]]]] = {}
+        used = {id(model.model): model.model for model in models.values()}
+        is_standard = {i: model.is_standard for i, model in used.items()}
         for shared, places in groups.items():
-            model = models[shared]
-            together.setdefault(self._kind(model, shared), []).append((model, places))
-        for same in together.values():
+            model, kind = models[shared], shared
+            # a function of the method, and a user's module, is called for one model at a time
+            if isinstance(shared, tuple) and is_standard[id(model.model)]:
+                kind = (model.model, *model.client_model.series)
+            kinds.setdefault(kind, []).append((model, places))
+        for same in kinds.values():
             scores = self._score_together([(model, [infos[i] for i in places]) for model, places in same])
             if scores is not None:
                 parts.append(([i for _, places in same for i in places], _of_models(same, scores)))
@@ -164,18 +173,17 @@ class Evaluator:
                     parts.append(([place], as_table(evaluate_client(client, data))))
         return scatter(parts, len(infos))
 
-    def _kind(self, model: LocalModel, shared: Any) -> Any:
-        """Equal for models that are scored in one pass over the examples of all their clients."""
-        # what users' modules do in one call they might not do in two
-        return (id(model.model), tuple(model.predictors)) if model.model.is_standard else shared
-
     def _score_together(self, models: Models) -> dict[str, Scores] | None:
-        """Scores of models of one kind on the splits of their clients, by series; None where clients must be scored one by one."""
+        """Scores of models of one module on the splits of their clients, by series.
+
+        Returns:
+            Them, or None where clients must be scored one by one.
+        """
         first, infos = models[0]
         model = first.model
-        if model.couples or model.has_hooks or self._is_separable.get(model.name) is False:
+        if len(models) == len(infos) == 1 or model.couples or model.has_hooks:
             return None
-        if len(infos) == 1 and not model.is_standard:
+        if self._is_separable.get(model.name) is False:
             return None
         pool = self._pool([info.id for _, infos in models for info in infos])
         if pool is None:
@@ -188,17 +196,21 @@ class Evaluator:
     def _checked(self, models: Models, pool: Pool) -> dict[str, Scores] | None:
         """Scores by a module; None if it mixes examples of a batch or draws random numbers.
 
-        Whether it does is found by comparing the first client's scores with those on its examples alone.
+        Whether it does is found by comparing the scores of the first client that has examples with those
+        on its examples alone.
         """
-        first, infos = models[0]
-        data = self.federation.clients[infos[0].id]
+        clients = [(model, info.id) for model, infos in models for info in infos]
+        place = next(k for k, (_, i) in enumerate(clients) if self._examples[i])
+        first, i = clients[place]
+        data = self.federation.clients[i]
         alone = Pool([getattr(data, split) for split in SPLITS])
+        own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
         is_equal = True
         with first.key.global_generators(data.train.y.device):
             before = generator_states()
             found = _measure(models, pool)
             for name, predict in first.predictors.items():
-                expected, got = measure(predict, alone).risk, found[name].risk[: len(SPLITS)]
+                expected, got = measure(predict, alone).risk, found[name].risk[own]
                 is_equal = is_equal and all(map(_is_close, expected, got))
             draws = generator_states() != before
         self._is_separable[first.model.name] = is_equal and not draws
@@ -211,10 +223,10 @@ class Evaluator:
     def _pool(self, clients: Sequence[int]) -> Pool | None:
         """The splits of clients, one after another; None where inputs cannot be concatenated."""
         key = tuple(clients)
-        if key in self._pools:
-            return self._pools[key]
-        data = [self.federation.clients[i] for i in clients]
-        pool = concatenate([getattr(own, split) for own in data for split in SPLITS])
+        pool = self._former_pools.pop(key, None)
+        if pool is None:
+            data = [self.federation.clients[i] for i in clients]
+            pool = concatenate([getattr(own, split) for own in data for split in SPLITS])
         if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= CACHE:
             self._pools[key] = pool
         return pool
@@ -250,14 +262,10 @@ def as_table(found: ClientEvaluation) -> Evaluation:
 
 def _measure(models: Models, pool: Pool) -> dict[str, Scores]:
     """Scores of models on the splits of their clients, by series."""
-    predictors = [
-        (predictors, sets)
-        for model, infos in models
-        for predictors in [model.predictors]
-        # a function of the method might mix examples: it is called for each split, as for a single client
-        for sets in ([1] * len(SPLITS) if model.is_function else [len(SPLITS) * len(infos)])
-    ]
-    return {name: measure_each([(of[name], sets) for of, sets in predictors], pool) for name in predictors[0][0]}
+    predictors = [(model.predictors, len(SPLITS) * len(infos)) for model, infos in models]
+    return {
+        name: measure_each([(of[name], sets) for of, sets in predictors], pool) for name in predictors[0][0]
+    }
 
 
 def _of_models(models: Sequence[tuple[LocalModel, Sequence[Any]]], scores: dict[str, Scores]) -> Evaluation:
@@ -290,6 +298,8 @@ def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Ev
     """
     if not parts:
         raise ValueError("no client was evaluated")
+    if len(parts) == 1 and [*parts[0][0]] == [*range(count)]:
+        return parts[0][1]
     series = parts[0][1].accuracy
     is_whole = sum(len(places) for places, _ in parts) == count
 

@@ -46,15 +46,11 @@ class LocalModel:
         }
 
     @property
-    def is_function(self) -> bool:
-        """Whether a series is a function of the method, and not parameters of the model."""
-        return any(callable(params) for params in self.client_model.series.values())
-
-    @property
     def identity(self) -> Any:
         """Equal for clients whose models are the same tensors in the same module; None if a function gives them."""
-        # parameters that are computed in every use lie at another place each time
-        if self.is_function or (callable(self.client_model.params) and not self.client_model.series):
+        made = self.client_model
+        # what a function computes lies in other memory each time
+        if any(callable(of) for of in made.series.values()) or (callable(made.params) and not made.series):
             return None
         series = self._series()
         tensors = [(name, key, t.data_ptr()) for name, of in series.items() for key, t in of.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from ..training.local_data import CHUNK, channels_last, chunk_size, gather
 
 AT_ONCE = 4096
 """Examples whose losses are computed in one call."""
+
+SMALL = 1024
+"""Numbers of an input up to which twice as many examples are scored at once: calls of layers take less of the time."""
 
 FEW = 16
 """Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
@@ -79,17 +82,24 @@ def measure_each(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Sco
     """
     if not pool.passes:
         return Scores([None] * len(pool.lengths), [None] * len(pool.lengths))
-    lengths = iter(pool.lengths)
-    rows = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
-    tables = [
-        _score_examples([(predict, min(n, len(examples))) for predict, n in rows], examples)
-        for examples in pool.passes
-    ]
+    tables: list[Tensor] = []
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = 0
+    for predict, batch in _batches(predictors, pool):
+        scores.append(predict(batch.x))
+        labels.append(batch.y)
+        count += len(batch)
+        # the labels of texts are as wide as their batch
+        if count >= AT_ONCE or batch.weights is not None:
+            tables.append(_table(torch.cat(scores), Batch(None, torch.cat(labels))))
+            scores, labels, count = [], [], 0
+    if scores:
+        tables.append(_table(torch.cat(scores), Batch(None, torch.cat(labels))))
     table = torch.cat(tables)
+    lengths = torch.tensor(pool.lengths, device=table.device)
     # numbers stay on the device until this one read
-    sums = torch.segment_reduce(
-        table, "sum", lengths=torch.tensor(pool.lengths, device=table.device)
-    ).tolist()
+    sums = torch.segment_reduce(table, "sum", lengths=lengths).tolist()
     # of texts in which no token is to be predicted the weight is zero
     return Scores(
         [right / weight if weight and not pool.regression else None for right, _, weight in sums],
@@ -97,34 +107,23 @@ def measure_each(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Sco
     )
 
 
-def _score_examples(predictors: Sequence[tuple[Predictor, int]], examples: Examples) -> Tensor:
-    """For each example whether it is right, its loss and its weight ``[n, 3]``; for texts sums over tokens.
-
-    Args:
-        predictors: each with the number of its examples.
-        examples: of all predictors, one after another.
-    """
-    tables: list[Tensor] = []
-    unscored: list[Tensor] = []
-    first = scored = 0
-    size = chunk_size(examples)
-    for predict, n in predictors:
-        end = first + n
-        for start in range(first, end, size):
-            stop = min(start + size, end)
-            batch = _slice(examples, start, stop)
-            unscored.append(predict(batch.x))
-            # one call for many chunks; the labels of texts are as wide as their chunk
-            if examples.tokens or stop - scored >= AT_ONCE or stop == len(examples):
-                y = batch.y if examples.tokens else examples.y[scored:stop]
-                tables.append(_table(torch.cat(unscored), Batch(None, y)))
-                unscored, scored = [], stop
-        first = end
-    return torch.cat(tables)
+def _batches(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Iterator[tuple[Predictor, Batch]]:
+    """The examples of a pool in their order, each batch with its predictor."""
+    lengths = iter(pool.lengths)
+    counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
+    for examples in pool.passes:
+        first, size = 0, chunk_size(examples)
+        if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= SMALL:
+            size *= 2
+        for predict, n in counts:
+            end = min(first + n, len(examples))
+            for start in range(first, end, size):
+                yield predict, _slice(examples, start, min(start + size, end))
+            first = end
 
 
 def _table(scores: Tensor, batch: Batch) -> Tensor:
-    """The rows of :func:`_score_examples` of a batch, given its scores."""
+    """For each example whether it is right, its loss and its weight ``[n, 3]``; for texts sums over tokens."""
     lost, weights = _pointwise_loss(scores, batch.y), batch.weights
     if weights is None:
         weights = torch.ones_like(lost)
