@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedlowrank import simulate
 from fedlowrank.core.client_model import ClientModel
 from fedlowrank.core.method import ClientView
 from fedlowrank.core.tree import Params
+from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.standalone import Standalone
@@ -120,16 +122,32 @@ def test_a_client_without_examples_is_not_the_one_that_is_compared(
 
 
 class Computed(Standalone):
-    """Gives parameters by a function, as a method may whose parameters take long to compute."""
+    """Computes the parameters in every use, in the same memory for all clients."""
 
     def client_model(self, state: Params, down: None, view: ClientView) -> ClientModel:
-        return ClientModel(lambda: {n: p.clone() for n, p in state.items()})
+        return ClientModel(lambda: {n: MEMORY[n].copy_(p) for n, p in state.items()})
+
+
+MEMORY = {n: p.detach().clone() for n, p in linear().named_parameters()}
 
 
 def test_parameters_that_are_computed_in_every_use_are_of_one_client() -> None:
     result = simulate(Computed(), federation(linear), rounds=1)
     for split in ("val", "test"):
         compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
+
+
+@pytest.mark.parametrize("count", [12, 300, 5000])
+@pytest.mark.parametrize("classes", [3, 20])
+def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, classes, generator=g), torch.randint(classes, (count,), generator=g)
+    pool = scoring.concatenate([Examples(x[:5], y[:5]), Examples(x[5:], y[5:])])
+    assert pool is not None
+    found = scoring.measure_each([(lambda rows: rows, 1), (lambda rows: 2 * rows, 1)], pool)
+    for k, own, labels in ((0, x[:5], y[:5]), (1, 2 * x[5:], y[5:])):
+        assert found.risk[k] == pytest.approx(float(functional.cross_entropy(own, labels)), rel=1e-5)
+        assert found.accuracy[k] == float((own.argmax(1) == labels).double().mean())
 
 
 def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> None:
