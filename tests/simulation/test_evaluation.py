@@ -24,8 +24,22 @@ from fedlowrank.simulation.settings import RunSettings
 torch.set_num_threads(1)
 
 
-def federation(model: Callable[[], nn.Module], clients: int = 7, examples: int = 12) -> Any:
-    """Clients with unequal numbers of examples; client 3 has no test examples, client 5 none for validation."""
+def federation(
+    model: Callable[[], nn.Module],
+    clients: int = 7,
+    examples: int = 12,
+    held_out: int = 0,
+    empty: tuple[int, ...] = (),
+) -> Any:
+    """Clients with unequal numbers of examples; client 3 has no test examples, client 5 none for validation.
+
+    Args:
+        model: of all clients.
+        clients: number of clients.
+        examples: of each client, to train on.
+        held_out: more than a few examples of each client to test on.
+        empty: clients without examples in either split.
+    """
     g = torch.Generator().manual_seed(1)
 
     def some(n: int) -> tuple[Tensor, Tensor]:
@@ -34,8 +48,8 @@ def federation(model: Callable[[], nn.Module], clients: int = 7, examples: int =
     data = [
         {
             "train": some(examples),
-            "val": some(0 if c == 5 else 3 + c % 2),
-            "test": some(0 if c == 3 else 2 + c),
+            "val": some(0 if c == 5 or c in empty else 3 + c % 2),
+            "test": some(0 if c == 3 or c in empty else 2 + c + held_out),
         }
         for c in range(clients)
     ]

@@ -18,7 +18,10 @@ from ..data.federation import Federation
 from ..engines.base import AnyMethod, Engine
 from .local_model import LocalModel, local_model
 from .records import Accuracy
-from .scoring import Pool, Scores, concatenate, measure
+from .scoring import Pool, Scores, concatenate, measure, measure_each
+
+Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
+"""Models, each with the clients that use it."""
 
 SPLITS = ("val", "test")
 
@@ -70,7 +73,8 @@ class Evaluation:
 class Evaluator:
     """Evaluates the models that clients would use now, those of clients that never took part included.
 
-    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples.
+    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples. Where
+    models differ but not their module of standard layers, each scores its own rows of them.
 
     Args:
         method: says how a client infers.
@@ -82,7 +86,10 @@ class Evaluator:
 
     def __init__(self, method: AnyMethod, federation: Federation, task: Task, engine: Engine) -> None:
         self.method, self.federation, self.task, self.engine = method, federation, task, engine
+        self._examples = [len(data.val) + len(data.test) for data in federation.clients]
+        # of this evaluation and of the one before
         self._pools: dict[tuple[int, ...], Pool] = {}
+        self._former_pools: dict[tuple[int, ...], Pool] = {}
         self._is_separable: dict[str, bool] = {}
 
     def evaluate(
@@ -112,7 +119,9 @@ class Evaluator:
 
         everyone = self.federation.infos
         blocks = self._blocks(everyone if clients is None else clients)
+        self._pools, self._former_pools = {}, self._pools
         found = self.engine.each(work, blocks)
+        self._former_pools = {}
         parts = [([i.id for i in b], Evaluation(**f)) for b, f in zip(blocks, found, strict=True)]
         return scatter(parts, len(everyone))
 
@@ -125,8 +134,7 @@ class Evaluator:
                 blocks.append([])
                 examples = 0
             blocks[-1].append(info)
-            data = self.federation.clients[info.id]
-            examples += data.val.y.shape[0] + data.test.y.shape[0]
+            examples += self._examples[info.id]
         return blocks
 
     def _evaluate_block(
@@ -145,59 +153,81 @@ class Evaluator:
                 models.setdefault(shared, model)
             groups.setdefault(shared, []).append(place)
         parts = []
+        kinds: dict[Any, list[tuple[LocalModel, list[int]]]] = {}
+        used = {id(model.model): model.model for model in models.values()}
+        is_standard = {i: model.is_standard for i, model in used.items()}
         for shared, places in groups.items():
-            model, group = models[shared], [infos[i] for i in places]
-            scores = self._score_together(group, model)
+            model, kind = models[shared], shared
+            # a function of the method, and a user's module, is called for one model at a time
+            if isinstance(shared, tuple) and is_standard[id(model.model)]:
+                kind = (model.model, *model.client_model.series)
+            kinds.setdefault(kind, []).append((model, places))
+        for same in kinds.values():
+            scores = self._score_together([(model, [infos[i] for i in places]) for model, places in same])
             if scores is not None:
-                parts.append((places, _of_one_model(model, scores, len(group))))
+                parts.append(([i for _, places in same for i in places], _of_models(same, scores)))
                 continue
-            for place, info in zip(places, group, strict=True):
-                client = model if len(group) == 1 else model_of(info)
-                parts.append(([place], as_table(evaluate_client(client, self.federation.clients[info.id]))))
+            for model, places in same:
+                for place in places:
+                    client = model if len(places) == 1 else model_of(infos[place])
+                    data = self.federation.clients[infos[place].id]
+                    parts.append(([place], as_table(evaluate_client(client, data))))
         return scatter(parts, len(infos))
 
-    def _score_together(self, infos: Sequence[ClientInfo], shared: LocalModel) -> dict[str, Scores] | None:
-        """Scores of one model on the splits of all clients, by series; None where clients must be scored one by one."""
-        model = shared.model
-        if len(infos) == 1 or model.couples or model.has_hooks or self._is_separable.get(model.name) is False:
+    def _score_together(self, models: Models) -> dict[str, Scores] | None:
+        """Scores of models of one module on the splits of their clients, by series.
+
+        Returns:
+            Them, or None where clients must be scored one by one.
+        """
+        first, infos = models[0]
+        model = first.model
+        if len(models) == len(infos) == 1 or model.couples or model.has_hooks:
             return None
-        pool = self._pool([info.id for info in infos])
+        if self._is_separable.get(model.name) is False:
+            return None
+        pool = self._pool([info.id for _, infos in models for info in infos])
         if pool is None:
             return None
         with torch.inference_mode():
-            if model.is_standard or model.name in self._is_separable:
-                return {name: measure(predict, pool) for name, predict in shared.predictors.items()}
-            return self._checked(infos[0], shared, pool)
+            if model.name in self._is_separable:
+                return _measure(models, pool)
+            return self._checked(models, pool)
 
-    def _checked(self, first: ClientInfo, shared: LocalModel, pool: Pool) -> dict[str, Scores] | None:
-        """Scores by a module of the user's; None if it mixes examples of a batch or draws random numbers.
+    def _checked(self, models: Models, pool: Pool) -> dict[str, Scores] | None:
+        """Scores by a module; None if it mixes examples of a batch or draws random numbers.
 
-        Whether it does is found by comparing the first client's scores with those on its examples alone.
+        Whether it does is found by comparing the scores of the first client that has examples with those
+        on its examples alone.
         """
-        data = self.federation.clients[first.id]
+        clients = [(model, info.id) for model, infos in models for info in infos]
+        place = next(k for k, (_, i) in enumerate(clients) if self._examples[i])
+        first, i = clients[place]
+        data = self.federation.clients[i]
         alone = Pool([getattr(data, split) for split in SPLITS])
+        own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
         is_equal = True
-        with shared.key.global_generators(data.train.y.device):
+        with first.key.global_generators(data.train.y.device):
             before = generator_states()
-            found = {name: measure(predict, pool) for name, predict in shared.predictors.items()}
-            for name, predict in shared.predictors.items():
-                expected, got = measure(predict, alone).risk, found[name].risk[: len(SPLITS)]
+            found = _measure(models, pool)
+            for name, predict in first.predictors.items():
+                expected, got = measure(predict, alone).risk, found[name].risk[own]
                 is_equal = is_equal and all(map(_is_close, expected, got))
             draws = generator_states() != before
-        self._is_separable[shared.model.name] = is_equal and not draws
+        self._is_separable[first.model.name] = is_equal and not draws
         if is_equal and not draws:
             return found
         why = "draws random numbers" if draws else "mixes the examples of a batch"
-        logger.warning("model %s %s: it is evaluated client by client", shared.model.name, why)
+        logger.warning("model %s %s: it is evaluated client by client", first.model.name, why)
         return None
 
     def _pool(self, clients: Sequence[int]) -> Pool | None:
         """The splits of clients, one after another; None where inputs cannot be concatenated."""
         key = tuple(clients)
-        if key in self._pools:
-            return self._pools[key]
-        data = [self.federation.clients[i] for i in clients]
-        pool = concatenate([getattr(own, split) for own in data for split in SPLITS])
+        pool = self._former_pools.pop(key, None)
+        if pool is None:
+            data = [self.federation.clients[i] for i in clients]
+            pool = concatenate([getattr(own, split) for own in data for split in SPLITS])
         if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= CACHE:
             self._pools[key] = pool
         return pool
@@ -231,8 +261,16 @@ def as_table(found: ClientEvaluation) -> Evaluation:
     return Evaluation(table(found.accuracy), table(found.risk), routes, sizes)
 
 
-def _of_one_model(shared: LocalModel, scores: dict[str, Scores], clients: int) -> Evaluation:
-    """The evaluation of clients that share a model."""
+def _measure(models: Models, pool: Pool) -> dict[str, Scores]:
+    """Scores of models on the splits of their clients, by series."""
+    predictors = [(model.predictors, len(SPLITS) * len(infos)) for model, infos in models]
+    return {
+        name: measure_each([(of[name], sets) for of, sets in predictors], pool) for name in predictors[0][0]
+    }
+
+
+def _of_models(models: Sequence[tuple[LocalModel, Sequence[Any]]], scores: dict[str, Scores]) -> Evaluation:
+    """The evaluation of clients whose models were scored together."""
 
     def table(kind: str) -> Accuracy:
         width = len(SPLITS)
@@ -241,9 +279,12 @@ def _of_one_model(shared: LocalModel, scores: dict[str, Scores], clients: int) -
             for name, of in scores.items()
         }
 
-    routes = None if shared.routes is None else [shared.routes] * clients
-    sizes = {name: [shared.count_parameters(name)] * clients for name in scores}
-    return Evaluation(table("accuracy"), table("risk"), routes, sizes)
+    def each(value: Callable[[LocalModel], Any]) -> list[Any]:
+        return [v for model, clients in models for v in [value(model)] * len(clients)]
+
+    routes = each(lambda model: model.routes)
+    sizes = {name: each(lambda model, n=name: model.count_parameters(n)) for name in scores}  # type: ignore[misc]
+    return Evaluation(table("accuracy"), table("risk"), None if None in routes else routes, sizes)
 
 
 def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Evaluation:
@@ -258,6 +299,8 @@ def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Ev
     """
     if not parts:
         raise ValueError("no client was evaluated")
+    if len(parts) == 1 and [*parts[0][0]] == [*range(count)]:
+        return parts[0][1]
     series = parts[0][1].accuracy
     is_whole = sum(len(places) for places, _ in parts) == count
 

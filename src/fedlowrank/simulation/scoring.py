@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ..core.client_model import Predictor
 from ..core.loss import pointwise_loss
 from ..core.method import Batch
 from ..data.dataset import Examples
-from ..training.local_data import channels_last, chunk_size, gather
+from ..training.local_data import CHUNK, channels_last, chunk_size, gather
+
+AT_ONCE = 4096
+"""Examples whose losses are computed in one call."""
+
+SMALL = 1024
+"""Numbers of an input up to which twice as many examples are scored at once: calls of layers take less of the time."""
+
+FEW = 16
+"""Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
 
 
 class Pool:
@@ -56,11 +68,34 @@ class Scores:
     risk: list[float | None]
 
 
-def measure(predict: Callable[[Any], Tensor], pool: Pool) -> Scores:
+def measure(predict: Predictor, pool: Pool) -> Scores:
     """Accuracy and mean loss of a predictor on each set of a pool; of language models, over the tokens that count."""
-    tables = [_score_examples(predict, examples) for examples in pool.passes]
-    if not tables:
+    return measure_each([(predict, len(pool.lengths))], pool)
+
+
+def measure_each(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Scores:
+    """Accuracy and mean loss of several predictors, each on the next sets of a pool.
+
+    Args:
+        predictors: each with the number of its sets; more than one needs a pool that is concatenated.
+        pool: the sets.
+    """
+    if not pool.passes:
         return Scores([None] * len(pool.lengths), [None] * len(pool.lengths))
+    tables: list[Tensor] = []
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = 0
+    for predict, batch in _batches(predictors, pool):
+        scores.append(predict(batch.x))
+        labels.append(batch.y)
+        count += len(batch)
+        # the labels of texts are as wide as their batch
+        if count >= AT_ONCE or batch.weights is not None:
+            tables.append(_table(torch.cat(scores), Batch(None, torch.cat(labels))))
+            scores, labels, count = [], [], 0
+    if scores:
+        tables.append(_table(torch.cat(scores), Batch(None, torch.cat(labels))))
     table = torch.cat(tables)
     lengths = torch.tensor(pool.lengths, device=table.device)
     # numbers stay on the device until this one read
@@ -72,24 +107,42 @@ def measure(predict: Callable[[Any], Tensor], pool: Pool) -> Scores:
     )
 
 
-def _score_examples(predict: Callable[[Any], Tensor], examples: Examples) -> Tensor:
+def _batches(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Iterator[tuple[Predictor, Batch]]:
+    """The examples of a pool in their order, each batch with its predictor."""
+    lengths = iter(pool.lengths)
+    counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
+    for examples in pool.passes:
+        first, size = 0, chunk_size(examples)
+        if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= SMALL:
+            size *= 2
+        for predict, n in counts:
+            end = min(first + n, len(examples))
+            for start in range(first, end, size):
+                yield predict, _slice(examples, start, min(start + size, end))
+            first = end
+
+
+def _table(scores: Tensor, batch: Batch) -> Tensor:
     """For each example whether it is right, its loss and its weight ``[n, 3]``; for texts sums over tokens."""
-    rows, n, size = [], len(examples), chunk_size(examples)
-    for start in range(0, n, size):
-        batch = _slice(examples, start, min(start + size, n))
-        scores = predict(batch.x)
-        lost, weights = pointwise_loss(scores, batch.y), batch.weights
-        if weights is None:
-            weights = torch.ones_like(lost)
-        if examples.regression:
-            right = torch.zeros_like(lost)
-        elif examples.tokens:
-            right = (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum(1)
-        else:
-            right = scores.argmax(-1) == batch.y
-        right, lost, weights = right.double(), lost.double(), weights.double()
-        rows.append(torch.stack([right, lost * weights, weights], 1))
-    return torch.cat(rows)
+    lost, weights = _pointwise_loss(scores, batch.y), batch.weights
+    if weights is None:
+        weights = torch.ones_like(lost)
+    if batch.y.is_floating_point():
+        right = torch.zeros_like(lost)
+    elif batch.y.ndim == 2:
+        right = (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum(1)
+    else:
+        right = scores.argmax(-1) == batch.y
+    right, lost, weights = right.double(), lost.double(), weights.double()
+    return torch.stack([right, lost * weights, weights], 1)
+
+
+def _pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """The loss of each example; of few classes the softmax is faster where the examples of a class are adjacent."""
+    if y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
+        return pointwise_loss(scores, y)
+    by_class = scores.t().contiguous()
+    return functional.cross_entropy(by_class.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)
 
 
 def _slice(examples: Examples, start: int, stop: int) -> Batch:

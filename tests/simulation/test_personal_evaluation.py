@@ -1,0 +1,160 @@
+"""Evaluation of clients that have models of their own, against plain loops over clients."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedlowrank import simulate
+from fedlowrank.core.client_model import ClientModel
+from fedlowrank.core.method import ClientView
+from fedlowrank.core.tree import Params
+from fedlowrank.data.dataset import Examples
+from fedlowrank.engines import Sequential
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.standalone import Standalone
+from fedlowrank.simulation import scoring
+from fedlowrank.simulation.evaluation import evaluate_client
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+
+from .test_evaluation import Own, by_hand, compare, federation, linear
+
+torch.set_num_threads(1)
+
+
+def mixing() -> nn.Module:
+    """Standard layers that mix the examples of a batch."""
+    return nn.Sequential(nn.Linear(6, 3), nn.Softmax(0))
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def convolution() -> nn.Module:
+    """Layers whose operations have no rule for stacked parameters."""
+    layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.PReLU(), nn.Flatten(), nn.Linear(8, 3)
+    return nn.Sequential(*layers)
+
+
+def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
+    """Each client's parameters in a copy of the module."""
+    module = copy.deepcopy(run.federation.architectures["model"].module)
+
+    def scores(info: Any, x: Tensor) -> Tensor:
+        missing, unknown = module.load_state_dict(run.personal(info), strict=False)
+        assert all("num_batches_tracked" in name for name in missing)
+        assert not unknown
+        found: Tensor = module(x)
+        return found
+
+    return by_hand(run, split, scores)
+
+
+@pytest.mark.parametrize("model", [linear, Own, normalized, convolution, mixing])
+@pytest.mark.parametrize("engine", ["sequential", "processes"])
+def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine: Any) -> None:
+    # so many examples that blocks are several, and clients that share the initial model
+    made = federation(model, clients=40, held_out=80)
+    result = simulate("standalone", made, rounds=2, engine=engine, participation=0.4)
+    trained = {id(result.run.state_of(info)) for info in made.infos}
+    assert len(trained) > 10
+    for split in ("val", "test"):
+        compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
+
+
+@pytest.mark.parametrize("method", ["fedper", "apfl", "fedproto", "fedem", "feddyn", "ditto"])
+def test_every_series_is_that_of_a_client_alone(method: str) -> None:
+    made = federation(linear_head, clients=20)
+    result = simulate(method, made, rounds=2, participation=0.4)
+    record = result.rounds[-1]
+    assert record.accuracy is not None
+    assert record.risk is not None
+    for info, data in zip(made.infos, made.clients, strict=True):
+        alone = evaluate_client(result.run.local_model(info), data)
+        assert alone.risk.keys() == record.risk.keys()
+        for series, of in alone.risk.items():
+            for split, value in of.items():
+                found = record.risk[series][split][info.id]
+                assert found == (None if value is None else pytest.approx(value, rel=1e-5))
+                assert record.accuracy[series][split][info.id] == alone.accuracy[series][split]
+
+
+def linear_head() -> nn.Module:
+    return nn.Sequential(OrderedDict(body=nn.Linear(6, 4), relu=nn.ReLU(), head=nn.Linear(4, 3)))
+
+
+def test_losses_of_a_block_are_computed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = federation(linear)
+    run = Run(METHODS["standalone"](), made, RunSettings(rounds=2), Sequential())
+    run.start()
+    run.step()
+    rows: list[int] = []
+    table = scoring._table
+
+    def counted(scores: Tensor, batch: Any) -> Tensor:
+        rows.append(len(scores))
+        return table(scores, batch)
+
+    monkeypatch.setattr(scoring, "_table", counted)
+    run.evaluation()
+    assert rows == [sum(len(c.val) + len(c.test) for c in made.clients)]
+
+
+@pytest.mark.parametrize("model", [mixing, lambda: Own(lambda x: x - x.mean(0))])
+def test_a_client_without_examples_is_not_the_one_that_is_compared(
+    model: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = federation(model, empty=(0,))
+    with caplog.at_level(logging.WARNING):
+        result = simulate("fedavg", made, rounds=1)
+    assert caplog.text.count("mixes the examples of a batch") == 1
+    compare(result.rounds[-1], "personal", "test", by_own_module(result.run, "test"))
+
+
+class Computed(Standalone):
+    """Computes the parameters in every use, in the same memory for all clients."""
+
+    def client_model(self, state: Params, down: None, view: ClientView) -> ClientModel:
+        return ClientModel(lambda: {n: MEMORY[n].copy_(p) for n, p in state.items()})
+
+
+MEMORY = {n: p.detach().clone() for n, p in linear().named_parameters()}
+
+
+def test_parameters_that_are_computed_in_every_use_are_of_one_client() -> None:
+    result = simulate(Computed(), federation(linear), rounds=1)
+    for split in ("val", "test"):
+        compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
+
+
+@pytest.mark.parametrize("count", [12, 300, 5000])
+@pytest.mark.parametrize("classes", [3, 20])
+def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, classes, generator=g), torch.randint(classes, (count,), generator=g)
+    pool = scoring.concatenate([Examples(x[:5], y[:5]), Examples(x[5:], y[5:])])
+    assert pool is not None
+    found = scoring.measure_each([(lambda rows: rows, 1), (lambda rows: 2 * rows, 1)], pool)
+    for k, own, labels in ((0, x[:5], y[:5]), (1, 2 * x[5:], y[5:])):
+        assert found.risk[k] == pytest.approx(float(functional.cross_entropy(own, labels)), rel=1e-5)
+        assert found.accuracy[k] == float((own.argmax(1) == labels).double().mean())
+
+
+def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> None:
+    made = federation(linear, clients=40)
+    run = Run(METHODS["standalone"](), made, RunSettings(rounds=5, participation=0.1), Sequential())
+    run.start()
+    for _ in range(5):
+        run.step()
+    inputs = sum((len(c.val) + len(c.test)) * 6 * 4 for c in made.clients)
+    assert sum(pool.bytes for pool in run.evaluator._pools.values()) == inputs
