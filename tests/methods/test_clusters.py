@@ -271,7 +271,7 @@ def test_losses_of_all_models() -> None:
     x, y = train_data(federation)[2]
     for c, net in enumerate(nets(models)):
         p = softmax(forward(net, x)[1])[np.arange(len(y)), y]
-        np.testing.assert_allclose(found[c], -np.log(p), atol=1e-12)
+        np.testing.assert_allclose(found[:, c], -np.log(p), atol=1e-12)
 
 
 # -- the servers' optimizers ---------------------------------------------------------------------------------

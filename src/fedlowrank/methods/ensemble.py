@@ -130,7 +130,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             if not outputs:
                 return model.apply({n: torch.tensordot(pi, t, 1) for n, t in models.items()}, x)
             scores = [model.apply({n: t[c] for n, t in models.items()}, x) for c in range(len(pi))]
-            mixture: Tensor = torch.tensordot(pi, torch.stack(scores), 1)
+            mixture: Tensor = torch.stack(scores, -1) @ pi
             return mixture
 
         return apply

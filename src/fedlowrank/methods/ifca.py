@@ -42,7 +42,7 @@ def nearest(down: Params, view: ClientView) -> int:
     model = view.model
 
     def lost(models: Params, batch: Batch) -> Tensor:
-        return batch.total(losses_of(model, models, batch).mT)
+        return batch.total(losses_of(model, models, batch))
 
     return int(view.total(lost, down).argmin())
 

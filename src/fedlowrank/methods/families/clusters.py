@@ -189,7 +189,7 @@ def initial_models(title: str, task: Task, count: int) -> Params:
 
 
 def losses_of(model: Model, models: Params, batch: Batch) -> Tensor:
-    """The loss of each example under each of C models: ``[C, b]`` of weights ``[C, ...]``."""
+    """The loss of each example under each of C models: ``[b, C]`` of weights ``[C, ...]``."""
     count = len(next(iter(models.values())))
     scores = [model.apply({n: t[c] for n, t in models.items()}, batch.x) for c in range(count)]
-    return torch.stack([pointwise_loss(s, batch.y) for s in scores])
+    return torch.stack([pointwise_loss(s, batch.y) for s in scores], -1)
