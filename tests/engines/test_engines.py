@@ -251,14 +251,15 @@ class TakesAnyModel(Plain):
 
 
 @dataclass(frozen=True)
-class PlainMean(Plain):
-    """Averages each step over the padding of the vectorized engine, too."""
+class MixesLater(Plain):
+    """Mixes the losses of the clients of a cohort, from the second step on: the engine compares the first alone."""
 
     def trained(self, down: Params, view: ClientView) -> Params:
         model = view.model
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return nn.functional.cross_entropy(model.apply(theta, batch.x), batch.y)
+            value = cross_entropy(model.apply(theta, batch.x), batch)
+            return value * value.detach().mean() if batch.step else value
 
         return view.train(loss, down, "local", self.optimizer)
 
@@ -279,7 +280,7 @@ class PlainMean(Plain):
         (ClimbsTheLoss(), "learns", ""),
         (NeedsAState(), "unseen", ""),
         (TakesAnyModel(), "refuses", ""),
-        (PlainMean(), "vectorized", "differs"),
+        (MixesLater(), "vectorized", "differs"),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, Method) else v if v in NAMES else "",
 )
@@ -634,9 +635,10 @@ class Varied(Plain):
     [
         (lambda value, theta: value if float(value.detach()) > 0 else 2 * value, "scalar"),
         (lambda value, theta: value + torch.linalg.qr(theta["head.weight"])[1].sum(), "torch.linalg.qr has no rule"),
-        (lambda value, theta: value * value.mean() if value.ndim else value * value, "for a client alone"),
+        (lambda value, theta: value * value.mean(), "for a client alone"),
+        (lambda value, theta: value.mean(), "no mean over the examples of each client"),
     ],
-    ids=["control flow", "no rule", "mixes clients"],
+    ids=["control flow", "no rule", "mixes clients", "no mean of each client"],
 )  # fmt: skip
 @pytest.mark.usefixtures("batched")
 def test_a_pass_that_cannot_be_batched_is_trained_client_by_client(

@@ -38,10 +38,10 @@ from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
 from .base import AnyMethod, ClientJob, ClientResult, Engine
 
 CACHE = 8 << 20
-"""Bytes of stacked parameters on a CPU: in a larger stack they leave the cache from one step to the next."""
+"""Bytes of stacked parameters and constants on a CPU: in a larger stack they leave the cache from one step to the next."""
 
 MEMORY = 4 << 30
-"""Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
+"""Bytes of stacked parameters and constants on a GPU; gradients and activations take a few times as much."""
 
 COHORT = 256
 """Clients in a cohort; more would hold too much memory while they wait for each other."""
@@ -240,9 +240,10 @@ def _alone(client: _Client) -> Any:
 
 def _chunks(clients: list[_Client]) -> list[list[_Client]]:
     """As many clients at once as have room, in parts of like sizes."""
-    start = tree.tensors(_request(clients[0]).start)
-    room = CACHE if all(t.device.type == "cpu" for t in start) else MEMORY
-    most = max(1, room // max(1, sum(t.numel() * t.element_size() for t in start)))
+    request = _request(clients[0])
+    tensors = tree.tensors((request.start, request.constants))
+    room = CACHE if all(t.device.type == "cpu" for t in tensors) else MEMORY
+    most = max(1, room // max(1, sum(t.nbytes for t in tensors)))
     parts = -(-len(clients) // most)
     bounds = [len(clients) * k // parts for k in range(parts + 1)]
     return [clients[a:b] for a, b in itertools.pairwise(bounds)]

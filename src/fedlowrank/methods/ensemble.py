@@ -36,6 +36,7 @@ from .families.clusters import (
     routes_of,
     select,
     train_mixture,
+    unbind_models,
 )
 
 
@@ -129,7 +130,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             models: Params = parts["models"]
             if not outputs:
                 return model.apply({n: torch.tensordot(pi, t, 1) for n, t in models.items()}, x)
-            scores = [model.apply({n: t[c] for n, t in models.items()}, x) for c in range(len(pi))]
+            scores = [model.apply(one, x) for one in unbind_models(models)]
             mixture: Tensor = torch.stack(scores, -1) @ pi
             return mixture
 

@@ -151,6 +151,7 @@ def _group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, ep
 
 def _scaled(x: Tensor, weight: Any, bias: Any, dims: int) -> Tensor:
     """``x * weight + bias`` over the last dimensions of rows ``[K·B, ...]``."""
+    combine: Any
     for p, combine in zip(_parameters(weight, bias), (torch.mul, torch.add), strict=True):
         if p is not None:
             rows = by_client(x, len(p))
@@ -179,7 +180,9 @@ def _embedding(
 RULES.update(
     {
         functional.linear: _linear,
-        **{f: _convolution(f) for f in (functional.conv1d, functional.conv2d, functional.conv3d)},
+        functional.conv1d: _convolution(functional.conv1d),
+        functional.conv2d: _convolution(functional.conv2d),
+        functional.conv3d: _convolution(functional.conv3d),
         functional.layer_norm: _layer_norm,
         functional.group_norm: _group_norm,
         functional.embedding: _embedding,
