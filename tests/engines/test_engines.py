@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from fedlowrank.core import tree
 from fedlowrank.core.client_model import ClientModel
-from fedlowrank.core.errors import NonFiniteError, TaskError
+from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.core.loss import cross_entropy
 from fedlowrank.core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.core.optimizer import SGD, AdamW, Group
 from fedlowrank.core.tree import Params
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines import ENGINES, Sequential, Vectorized
+from fedlowrank.engines import ENGINES, Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
@@ -251,14 +251,15 @@ class TakesAnyModel(Plain):
 
 
 @dataclass(frozen=True)
-class PlainMean(Plain):
-    """Averages each step over the padding of the vectorized engine, too."""
+class MixesLater(Plain):
+    """Mixes the losses of the clients of a cohort, from the second step on: the engine compares the first alone."""
 
     def trained(self, down: Params, view: ClientView) -> Params:
         model = view.model
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return nn.functional.cross_entropy(model.apply(theta, batch.x), batch.y)
+            value = cross_entropy(model.apply(theta, batch.x), batch)
+            return value * value.detach().mean() if batch.step else value
 
         return view.train(loss, down, "local", self.optimizer)
 
@@ -279,7 +280,7 @@ class PlainMean(Plain):
         (ClimbsTheLoss(), "learns", ""),
         (NeedsAState(), "unseen", ""),
         (TakesAnyModel(), "refuses", ""),
-        (PlainMean(), "vectorized", "differs"),
+        (MixesLater(), "vectorized", "differs"),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, Method) else v if v in NAMES else "",
 )
@@ -356,8 +357,10 @@ def changed_fields(method: Shaped) -> str:
     ],
     ids=lambda m: changed_fields(m) or "plain",
 )  # fmt: skip
+@pytest.mark.usefixtures("batched")
 def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
     on = federation(False)
+    assert groups(method, on) == [5]
     assert len({len(c.train) for c in on.clients}) > 1
     one, other = (run_of(method, e, on) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-4
@@ -610,25 +613,56 @@ def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
     assert settles(count)
 
 
+@dataclass(frozen=True)
+class Varied(Plain):
+    """Plain, with a change to the value of the loss."""
+
+    change: Any = None
+
+    def trained(self, down: Params, view: ClientView) -> Params:
+        model, change = view.model, self.change
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            value = cross_entropy(model.apply(theta, batch.x), batch)
+            changed: Tensor = change(value, theta)
+            return changed
+
+        return view.train(loss, down, "local", self.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda value, theta: value if float(value.detach()) > 0 else 2 * value, "scalar"),
+        (lambda value, theta: value + torch.linalg.qr(theta["head.weight"])[1].sum(), "torch.linalg.qr has no rule"),
+        (lambda value, theta: value * value.mean(), "for a client alone"),
+        (lambda value, theta: value.mean(), "no mean over the examples of each client"),
+    ],
+    ids=["control flow", "no rule", "mixes clients", "no mean of each client"],
+)  # fmt: skip
 @pytest.mark.usefixtures("batched")
-def test_a_pass_that_cannot_be_vectorized_says_so_and_leaves_no_thread() -> None:
-    @dataclass(frozen=True)
-    class Branches(Plain):
-        def trained(self, down: Params, view: ClientView) -> Params:
-            model = view.model
-
-            def loss(theta: Params, batch: Batch) -> Tensor:
-                value = cross_entropy(model.apply(theta, batch.x), batch)
-                return value if float(value.detach()) > 0 else 2 * value
-
-            return view.train(loss, down, "local", self.optimizer)
-
-    count = threading.active_count()
-    run = Run(Branches(), federation(False), RunSettings(rounds=1), Vectorized())
-    with pytest.raises(TaskError, match="sequential"):
-        run.step()
+def test_a_pass_that_cannot_be_batched_is_trained_client_by_client(
+    change: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    count, on = threading.active_count(), federation(False)
+    with caplog.at_level("INFO", "fedlowrank.engines"):
+        one, other = (run_of(Varied(change=change), e, on) for e in ("sequential", "vectorized"))
+    assert tree.equal(one.state.server, other.state.server)
+    # once for all rounds
+    (message,) = [m for m in caplog.messages if m.startswith("engine vectorized")]
+    assert "Plain trains one client after another in 'local'" in message
+    assert reason in message
     assert settles(count)
-    Run(Branches(), federation(False), RunSettings(rounds=1), Sequential()).step()
+
+
+@pytest.mark.usefixtures("batched")
+def test_an_error_of_a_loss_comes_out_with_its_own_message() -> None:
+    def change(value: Tensor, _: Params) -> Tensor:
+        raise ZeroDivisionError("the loss divides")
+
+    with pytest.raises(ZeroDivisionError, match=r"^the loss divides$") as caught:
+        run_of(Varied(change=change), "vectorized", federation(False))
+    assert caught.value.__context__ is None
 
 
 def test_a_method_may_train_under_some_condition_only() -> None:

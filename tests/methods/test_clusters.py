@@ -43,6 +43,7 @@ from fedlowrank.simulation.run import Run, State
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small
+from fedlowrank.training.stacked import stack
 from golden import floral_reference as reference
 from golden.reference import cross_entropy, fedavg, forward, softmax
 
@@ -143,7 +144,10 @@ def test_the_largest_are_mixed_and_of_equal_ones_the_first() -> None:
     assert Router(top=1, update="mfl").shares(torch.tensor([0.0, 1.0, 1.0])).tolist() == [0, 1, 0]
     # many clients at once choose alike
     many = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    assert torch.func.vmap(Router(top=2).shares)(many).tolist() == [[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0]]
+    assert Router(top=2).shares(stack(many)).as_subclass(Tensor).tolist() == [
+        [0, 0.5, 0.5, 0],
+        [0.5, 0.5, 0, 0],
+    ]
     # what is left out has no gradient, and no NaN
     x = theta.clone().requires_grad_()
     (Router(top=2).shares(x) ** 2).sum().backward()
@@ -271,7 +275,7 @@ def test_losses_of_all_models() -> None:
     x, y = train_data(federation)[2]
     for c, net in enumerate(nets(models)):
         p = softmax(forward(net, x)[1])[np.arange(len(y)), y]
-        np.testing.assert_allclose(found[c], -np.log(p), atol=1e-12)
+        np.testing.assert_allclose(found[:, c], -np.log(p), atol=1e-12)
 
 
 # -- the servers' optimizers ---------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch.nn import functional
 from fedlowrank.core.method import Batch, Request
 from fedlowrank.core.optimizer import SGD, Group
 from fedlowrank.training.cohort import Stack
-from fedlowrank.training.stacked import UnsupportedError, grouped_conv2d, stack
+from fedlowrank.training.layer_rules import grouped_convolution
+from fedlowrank.training.stacked import UnsupportedError, stack
 
 K, B = 3, 4
 
@@ -26,8 +27,16 @@ def random(*shape: int) -> Tensor:
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[int, ...]]] = {
     "linear": (functional.linear, [(5, 6), (5,)], (6,)),
     "linear without bias": (functional.linear, [(5, 6)], (6,)),
+    "shared weight": (lambda x, b: functional.linear(x, SHARED.mT, b), [(5,)], (6,)),
+    "shared bias": (lambda x, w: functional.linear(x, w, SHARED[0]), [(5, 6)], (6,)),
+    "shared convolution": (
+        lambda x, b: functional.conv1d(x, SHARED.reshape(5, 2, 3), b), [(5,)], (2, 8)
+    ),
+    "shared scale": (lambda x, b: functional.layer_norm(x, (6,), SHARED[:, 0], b), [(6,)], (6,)),
     "linear on sequences": (functional.linear, [(5, 6), (5,)], (7, 6)),
     "convolution": (lambda x, w, b: functional.conv2d(x, w, b, 2, 1), [(5, 2, 3, 3), (5,)], (2, 8, 8)),
+    "convolution of one dimension": (functional.conv1d, [(5, 2, 3), (5,)], (2, 8)),
+    "convolution of three dimensions": (functional.conv3d, [(5, 2, 2, 2, 2), (5,)], (2, 3, 3, 3)),
     "layer norm": (lambda x, w, b: functional.layer_norm(x, (7, 6), w, b), [(7, 6), (7, 6)], (7, 6)),
     "group norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), [(4,), (4,)], (4, 5, 5)),
     "product": (lambda x, w: x @ w, [(6, 5)], (7, 6)),
@@ -38,6 +47,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[
         lambda x, w: functional.linear(x, w * (1.0 / w.shape[0])) * w.ndim, [(5, 6)], (6,)
     ),
 }  # fmt: skip
+
+
+SHARED = random(6, 5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -63,7 +75,8 @@ def test_one_grouped_convolution_is_that_of_each_client(groups: int, bias: bool)
     x, w = random(K, B, 4, 9, 9), random(K, 6, 4 // groups, 3, 3)
     b = random(K, 6) if bias else None
     expected = [functional.conv2d(x[k], w[k], None if b is None else b[k], 2, 1, 1, groups) for k in range(K)]
-    torch.testing.assert_close(grouped_conv2d(x, w, b, 2, 1, 1, groups), torch.cat(expected))
+    found = grouped_convolution(functional.conv2d, x, w, b, 2, 1, 1, groups)
+    torch.testing.assert_close(found, torch.cat(expected))
 
 
 def test_an_embedding_against_each_client_alone() -> None:
@@ -73,13 +86,17 @@ def test_an_embedding_against_each_client_alone() -> None:
     torch.testing.assert_close(functional.embedding(x, stack(table)), expected)
 
 
-SHARED = random(6, 5)
 REFUSED: dict[str, Callable[[Any, Any], object]] = {
-    "no rule": lambda x, w: torch.linalg.svd(w),
+    "no rule": lambda x, w: torch.linalg.qr(w),
+    "in place": lambda x, w: w.add_(1.0),
     # a matrix that all clients share looks like rows of a batch
     "a shared matrix": lambda x, w: w * SHARED,
-    "a shared weight beside an own bias": lambda x, w: functional.linear(x, SHARED.mT[:5], w[0]),
-    "an index": lambda x, w: w[0],
+    "inputs that are a parameter": lambda x, w: functional.linear(w, SHARED.mT),
+    "an index by truth values": lambda x, w: w[w > 0],
+    "a truth value": lambda x, w: bool(w.sum() > 0),
+    "a value for each row": lambda x, w: x[:, 0] * w[:, 0],
+    "a dimension that is the clients'": lambda x, w: w.sum(-3),
+    "a tensor of labels that are not those of a batch": lambda x, w: w[torch.arange(4)],
     "rows of another batch": lambda x, w: functional.linear(x[:-1], w),
 }
 
@@ -118,14 +135,13 @@ def test_steps_are_those_of_torch(tied: bool, steps_in_backward: bool) -> None:
         scores = functional_call(net, params, (batch.x,))
         return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
 
-    work = Stack([Request(loss, s, "local", optimizer, (), None, None) for s in starts], 0, {}, None)
+    work = Stack([Request(loss, s, "local", optimizer, (), None, None) for s in starts], 0)
     x, y = random(5, K, B, 6), torch.arange(5 * K * B).reshape(5, K, B) % 3
     # the last client has one example less, padded by one that would change its steps
     x[:, -1, -1] = 100.0
     mask = torch.ones(K, B, dtype=torch.bool)
     mask[-1, -1] = False
     losses = torch.stack([work.advance(Batch(x[t], y[t], mask, t), t) for t in range(5)], 1)
-    assert work.by_rows
     assert work.steps_in_backward == (steps_in_backward and not tied)
     for k, start in enumerate(starts):
         alone = Net(tied).double()
@@ -146,15 +162,98 @@ def test_steps_are_those_of_torch(tied: bool, steps_in_backward: bool) -> None:
             torch.testing.assert_close(work.ends[name][k], p.detach())
 
 
-def test_a_loss_that_mixes_the_examples_of_a_batch_is_not_computed_by_rows() -> None:
+def stack_of(loss: Any, *starts: Any, **more: Any) -> Stack:
+    given = {"constants": (), "precondition": None, "prox": None, **more}
+    return Stack([Request(loss, s, "local", SGD(lr=0.1), **given) for s in starts], 0)
+
+
+def batch_of(*example: int) -> Batch:
+    return Batch(random(K, B, *example), torch.arange(K * B).reshape(K, B) % 3)
+
+
+STARTS = [{"w": random(5, 6) + k} for k in range(K)]
+
+
+def test_a_loss_that_mixes_the_examples_of_a_batch_is_refused() -> None:
     def loss(params: Any, batch: Batch) -> Tensor:
         scores = functional.linear(batch.x - batch.x.mean(0), params["w"])
         return batch.mean(scores.square().sum(1))
 
-    starts = [{"w": random(5, 6) + k} for k in range(K)]
-    work = Stack([Request(loss, s, "local", SGD(lr=0.1), (), None, None) for s in starts], 0, {}, None)
-    x = random(K, B, 6)
-    found = work.advance(Batch(x, torch.zeros(K, B, dtype=torch.int64)), 0)
-    assert not work.by_rows
-    for k, start in enumerate(starts):
-        assert found[k].item() == pytest.approx(loss(start, Batch(x[k], torch.zeros(B))).item())
+    with pytest.raises(UnsupportedError, match="for a client alone"):
+        stack_of(loss, *STARTS).advance(batch_of(6), 0)
+
+
+@pytest.mark.parametrize("client", [0, K - 1])
+def test_a_wrong_gradient_of_the_first_or_the_last_client_is_found(client: int) -> None:
+    def loss(params: Any, batch: Batch) -> Tensor:
+        value = batch.mean(functional.linear(batch.x, params["w"]).square().sum(1))
+        if value.ndim:
+            # changes the gradient and not the value
+            own = torch.arange(K) == client
+            value = value + torch.where(own, value - value.detach(), 0.0)
+        return value
+
+    with pytest.raises(UnsupportedError, match="for a client alone"):
+        stack_of(loss, *STARTS).advance(batch_of(6), 0)
+
+
+def plain_loss(params: Any, batch: Batch, *_: Any) -> Tensor:
+    return batch.mean(functional.linear(batch.x, params["w"]).square().sum(1))
+
+
+def soft_threshold(params: Any, lr: float, *_: Any) -> Any:
+    return {n: p.sign() * (p.abs() - lr).clamp(min=0) for n, p in params.items()}
+
+
+def singular_values(params: Any, lr: float, *_: Any) -> Any:
+    u, s, vt = torch.linalg.svd(params["w"], full_matrices=False)
+    return {"w": (u * (s - lr).clamp(min=0)[..., None, :]) @ vt}
+
+
+def scaled(grads: Any, params: Any, given: Any) -> Any:
+    # a constant of one shape with parameters, or with as many rows as clients, is shared all the same
+    w = params["w"]
+    gram = w.mT @ w + torch.eye(6, dtype=w.dtype)
+    return {"w": torch.linalg.solve_ex(gram, grads["w"].mT).result.mT * torch.where(given["mask"], 1.0, 0.0)}
+
+
+def by_first(grads: Any, params: Any, given: Any) -> Any:
+    return {"w": grads["w"] / (1 + torch.linalg.matrix_norm(params["w"], keepdim=True)) + given["mask"]}
+
+
+@pytest.mark.parametrize("precondition", [None, scaled, by_first])
+@pytest.mark.parametrize("prox", [None, soft_threshold, singular_values])
+def test_precondition_and_prox_are_those_of_each_client(precondition: Any, prox: Any) -> None:
+    given = [{"mask": (random(5, 6) > 0.1 * k).to(torch.float64) > 0} for k in range(K)]
+    requests = [
+        Request(plain_loss, s, "local", SGD(lr=0.01), (g,), precondition, prox)
+        for s, g in zip(STARTS, given, strict=True)
+    ]
+    work, batch = Stack(requests, 0), batch_of(6)
+    for count in range(3):
+        work.advance(batch, count)
+    for k, request in enumerate(requests):
+        w = request.start["w"].clone()
+        for _ in range(3):
+            w = w.requires_grad_()
+            (g,) = torch.autograd.grad((batch.x[k] @ w.mT).square().sum(1).mean(), w)
+            w = w.detach()
+            g = g if precondition is None else precondition({"w": g}, {"w": w}, given[k])["w"]
+            w = w - 0.01 * g
+            w = w if prox is None else prox({"w": w}, 0.01)["w"]
+        torch.testing.assert_close(work.ends["w"][k], w)
+
+
+def wrong_for_many(params: Any, lr: float, *_: Any) -> Any:
+    # a loop over the clients' axis, which a rule must not take for the rows of one client
+    return {"w": torch.stack([row * (i + 1) for i, row in enumerate(params["w"].as_subclass(Tensor))])}
+
+
+def same_for_all(params: Any, lr: float, *_: Any) -> Any:
+    return {"w": SHARED.mT.clone()}
+
+
+@pytest.mark.parametrize("prox", [wrong_for_many, same_for_all])
+def test_a_prox_that_cannot_be_batched_is_refused(prox: Any) -> None:
+    with pytest.raises(UnsupportedError):
+        stack_of(plain_loss, *STARTS, prox=prox).advance(batch_of(6), 0)

@@ -8,41 +8,46 @@ therefore free.
 Requests are equal if their functions have the same code *and the same captured values*, so a loss that
 captures what differs between clients is executed client by client: slower, never wrong. So are losses that
 are not this package's own, modules with layers that are not standard (:mod:`fedlowrank.models.standard`),
-which might draw random numbers or count their calls, and modules with batch normalization, which padding
-would disturb. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
+which might draw random numbers or count their calls, modules with batch normalization, which padding would
+disturb, and functions with an operation that has no rule (:mod:`fedlowrank.training.stacked`), of which the
+log tells. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from greenlet import getcurrent, greenlet
+from torch import Tensor
 
 from ..core import tree
 from ..core.errors import NonFiniteError
 from ..core.method import PaddedDimensions, Request, Task
 from ..data.federation import Federation
-from ..training.captured_variables import identity
+from ..training.captured_variables import code_of, identity
 from ..training.cohort import padded_axes, train_cohort
 from ..training.feed import BufferPool
+from ..training.stacked import UnsupportedError
 from ..training.steps import refill
 from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
 from .base import AnyMethod, ClientJob, ClientResult, Engine
 
 CACHE = 8 << 20
-"""Bytes of stacked parameters on a CPU: in a larger stack they leave the cache from one step to the next."""
+"""Bytes of stacked parameters and constants on a CPU: in a larger stack they leave the cache from one step to the next."""
 
 MEMORY = 4 << 30
-"""Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
+"""Bytes of stacked parameters and constants on a GPU; gradients and activations take a few times as much."""
 
 COHORT = 256
 """Clients in a cohort; more would hold too much memory while they wait for each other."""
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class _Client:
@@ -104,7 +109,8 @@ class Vectorized(Engine):
 
     name: ClassVar[str] = "vectorized"
     _pool: BufferPool = field(default_factory=BufferPool, init=False, repr=False)
-    _compared: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
+    _supported: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
+    _logged: set[str] = field(default_factory=set, init=False, repr=False)
 
     def close(self) -> None:
         """See the base class: memory of batches."""
@@ -174,9 +180,10 @@ class Vectorized(Engine):
         """The answers to equal requests, executed as one batch."""
         order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
         first = [clients[i] for i in order]
-        ends, losses = train_cohort(
-            title, [c.local for c in first], [_request(c) for c in first], round, self._pool, self._compared
-        )
+        trained = self._train(title, first, round)
+        if trained is None:
+            return [_alone(c) for c in clients]
+        ends, losses = trained
         kind = first[0].local.kind(_request(first[0]))
         sound, steps = all_finite(losses, ends), [c.local.steps(_request(c).name) for c in first]
         means = (losses.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
@@ -202,6 +209,26 @@ class Vectorized(Engine):
                 answers[i] = error
         return answers
 
+    def _train(self, title: str, clients: list[_Client], round: int) -> tuple[Any, Tensor] | None:
+        """Train a cohort, see :func:`train_cohort`; None if its functions cannot be computed for all clients together."""
+        requests = [_request(c) for c in clients]
+        request, local = requests[0], clients[0].local
+        functions = local.kind(request), code_of(request.precondition), code_of(request.prox)
+        known = self._supported.get(functions)
+        if known is False:
+            return None
+        try:
+            found = train_cohort([c.local for c in clients], requests, round, self._pool, compare=not known)
+        except UnsupportedError as reason:
+            self._supported[functions] = False
+            message = f"{title} trains one client after another in {request.name!r}: {reason}"
+            if message not in self._logged:
+                self._logged.add(message)
+                logger.info("engine vectorized: %s", message)
+            return None
+        self._supported[functions] = True
+        return found
+
 
 def _alone(client: _Client) -> Any:
     """The answer to one client's request, exactly as the sequential engine gives it."""
@@ -213,9 +240,10 @@ def _alone(client: _Client) -> Any:
 
 def _chunks(clients: list[_Client]) -> list[list[_Client]]:
     """As many clients at once as have room, in parts of like sizes."""
-    start = tree.tensors(_request(clients[0]).start)
-    room = CACHE if all(t.device.type == "cpu" for t in start) else MEMORY
-    most = max(1, room // max(1, sum(t.numel() * t.element_size() for t in start)))
+    request = _request(clients[0])
+    tensors = tree.tensors((request.start, request.constants))
+    room = CACHE if all(t.device.type == "cpu" for t in tensors) else MEMORY
+    most = max(1, room // max(1, sum(t.nbytes for t in tensors)))
     parts = -(-len(clients) // most)
     bounds = [len(clients) * k // parts for k in range(parts + 1)]
     return [clients[a:b] for a, b in itertools.pairwise(bounds)]

@@ -36,6 +36,7 @@ from .families.clusters import (
     routes_of,
     select,
     train_mixture,
+    unbind_models,
 )
 
 
@@ -134,8 +135,8 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             models: Params = parts["models"]
             if not outputs:
                 return model.apply({n: torch.tensordot(pi, t, 1) for n, t in models.items()}, x)
-            scores = [model.apply({n: t[c] for n, t in models.items()}, x) for c in range(len(pi))]
-            mixture: Tensor = torch.tensordot(pi, torch.stack(scores), 1)
+            scores = [model.apply(one, x) for one in unbind_models(models)]
+            mixture: Tensor = torch.stack(scores, -1) @ pi
             return mixture
 
         return apply

@@ -33,8 +33,8 @@ from .families.clusters import even, initial_models, losses_of
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
-    """The q ``[C, b]``: how likely each component is to have made each example."""
-    return (pi.log()[:, None] - losses_of(model, models, batch)).softmax(0)
+    """The q ``[b, C]``: how likely each component is to have made each example."""
+    return (pi.log() - losses_of(model, models, batch)).softmax(-1)
 
 
 def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
@@ -42,7 +42,7 @@ def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
     model = view.model
 
     def counted(models: Params, batch: Batch, pi: Tensor) -> Tensor:
-        return batch.total(shares_of_examples(model, models, pi, batch).mT)
+        return batch.total(shares_of_examples(model, models, pi, batch))
 
     return view.total(counted, models, constants=(pi,)) / view.info.examples
 
@@ -78,7 +78,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
         def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
             q = shares_of_examples(model, received, pi, batch)
-            return batch.mean((q * losses_of(model, models, batch)).sum(0))
+            return batch.mean((q * losses_of(model, models, batch)).sum(-1))
 
         return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, constants=(down, pi))
 

@@ -42,7 +42,7 @@ def nearest(down: Params, view: ClientView) -> int:
     model = view.model
 
     def lost(models: Params, batch: Batch) -> Tensor:
-        return batch.total(losses_of(model, models, batch).mT)
+        return batch.total(losses_of(model, models, batch))
 
     return int(view.total(lost, down).argmin())
 
@@ -72,7 +72,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         model, chosen = view.model, nearest(down, view)
 
         def loss(p: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply({n: t[0] for n, t in p.items()}, batch.x), batch)
+            return task_loss(model.apply({n: t.squeeze(0) for n, t in p.items()}, batch.x), batch)
 
         trained = view.train(loss, select(down, chosen), "local", self.optimizer)
         return None, Upload(trained, self._one_hot(chosen, down))

@@ -21,6 +21,7 @@ as in the paper; ``weighting = "examples"`` is n_k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,12 +41,25 @@ def half(batch: Batch, which: Literal[0, 1]) -> Batch:
 
     Padding stands behind the examples, so the halves are the same whether a batch is padded or not.
     """
-    rows = torch.arange(which, max(len(batch), 2), 2, device=batch.y.device)
-    count = rows.new_tensor(len(batch)) if batch.mask is None else batch.mask.sum()
-    at = torch.minimum(rows, count - 1)
-    mask = None if batch.mask is None else rows < count.clamp(min=2)
+    clients, device = batch.clients or 1, batch.y.device
+    size = len(batch) // clients
+    rows = torch.arange(which, max(size, 2), 2, device=device)
+    count = torch.full((clients, 1), size, device=device)
+    if batch.mask is not None:
+        count = batch.mask.reshape(clients, size).sum(1, keepdim=True)
+    first = size * torch.arange(clients, device=device)[:, None]
+    at = (first + torch.minimum(rows, count - 1)).flatten()
+    mask = None if batch.mask is None else (rows < count.clamp(min=2)).flatten()
     x = {n: t[at] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[at]
-    return Batch(x, batch.y[at], mask)
+    return Batch(x, batch.y[at], mask, clients=batch.clients)
+
+
+def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params:
+    """The gradient of a risk, as a constant."""
+    at = map(lambda t: t.detach().requires_grad_(), theta)
+    # a sum, for of a batch of many clients the risk is one number each
+    found = torch.autograd.grad(risk(at, batch).sum(), list(at.values()), materialize_grads=True)
+    return dict(zip(at, found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,13 @@ class PerFedAvg(Method[Params, None, Params, Params]):
             return task_loss(model.apply(theta, batch.x), batch)
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            gradient = torch.func.grad(risk)
             one, two, here = half(batch, 0), half(batch, 1), map(torch.detach, theta)
-            inner = gradient(here, one)
+            inner = gradient(risk, here, one)
             value = risk(add(theta, inner, -alpha), two)
             if free:
-                outer = gradient(add(here, inner, -alpha), two)
-                change = sub(gradient(add(here, outer, delta), one), gradient(add(here, outer, -delta), one))
+                outer = gradient(risk, add(here, inner, -alpha), two)
+                up, down_ = (gradient(risk, add(here, outer, d), one) for d in (delta, -delta))
+                change = sub(up, down_)
                 # adds to the gradient and nothing to the value
                 value = value - alpha / (2 * delta) * dot(change, sub(theta, here))
             return value

@@ -1,12 +1,14 @@
 """One pass of a cohort: the tensors of its clients stacked over a leading axis, their steps taken together.
 
-The loss is computed by rows (:mod:`.stacked`); where an operation has no rule, and for ``precondition`` and
-``prox``, ``vmap`` computes for all clients what a method's functions compute for one.
+A method's functions are called with stacked tensors (:mod:`.stacked`), whose rules compute for all clients what
+the functions compute for one. What has no rule, or gives another result than for a client alone, raises
+:class:`UnsupportedError`; the engine then trains one client after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core import tree
-from ..core.errors import TaskError
 from ..core.method import Batch, ProximalTerm, Request
 from ..core.optimizer import SGD
 from .feed import BufferPool, Feed, flat
-from .stacked import UnsupportedError, stack
+from .stacked import Stacked, UnsupportedError, stack, without_rows
 from .steps import Work, refill, tensors_like
 from .trainer import LocalTrainer
 
@@ -29,14 +30,13 @@ class Stack(Work):
     Args:
         requests: one a client.
         round: counted from 0.
-        compared: kinds of requests whose loss was compared with that of a single client, and whether it was
-            equal; entries are added.
-        kind: of the requests.
+        compare: whether the functions are evaluated for single clients, too, in the first step, and their
+            results compared.
     """
 
-    def __init__(self, requests: Sequence[Request], round: int, compared: dict[Any, bool], kind: Any) -> None:
+    def __init__(self, requests: Sequence[Request], round: int, compare: bool = True) -> None:
         first = requests[0]
-        self._compared, self._kind = compared, kind
+        self._compare = compare
         term = None
         if first.proximal_term is not None:
             center, linear = (
@@ -52,7 +52,6 @@ class Stack(Work):
         # a stack is a copy already
         super().__init__(whole, round, copy=False)
         self._all = self.params, self.constants, self.center, self.linear
-        self.by_rows = True
         self.steps_in_backward = self._is_plain_sgd()
         self._stack()
 
@@ -102,81 +101,74 @@ class Stack(Work):
 
         Returns:
             The losses ``[clients]``.
+
+        Raises:
+            UnsupportedError: if a function has no result by rules, or another than for a client alone.
         """
-        value = self._loss_by_rows(batch) if self.by_rows else self.loss(batch)
-        if self.by_rows and count == 0 and not self._agrees(value, batch):
-            self.by_rows, value = False, self.loss(batch)
-        if self.by_rows and self.steps_in_backward:
+        if self._compare:
+            with _unsupported():
+                self._compare_loss(batch)
+        try:
+            with _unsupported():
+                value = self._loss_by_rows(self._rows_now, batch)
+        except UnsupportedError:
+            if not self.steps_in_backward:
+                raise
+            self.steps_in_backward = False
+            self._stack()
+            return self.advance(batch, count)
+        if self.steps_in_backward:
             torch.autograd.backward(value.sum())
         else:
             self.step(self.gradient(value), count)
         self.proximal()
+        self._compare = False
         return value.detach()
 
-    def _agrees(self, value: Tensor, batch: Batch) -> bool:
-        """Whether the first client's loss is its loss alone: a loss may mix the examples of a batch.
-
-        Looked at once for a pass of a kind, for it costs a forward pass.
-        """
-        if self._kind not in self._compared:
-            x = {n: t[0] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[0]
-            mask = None if batch.mask is None else batch.mask[0]
-            now, constants = (
-                tree.map(lambda t: t[0].detach(), value) for value in (self.now, self.constants)
-            )
-            alone = self.request.loss(now, Batch(x, batch.y[0], mask, batch.step), *constants)
-            equal = bool(torch.isclose(value[0], alone, rtol=1e-3, atol=1e-5, equal_nan=True))
-            self._compared[self._kind] = equal
-        return self._compared[self._kind]
-
-    def _loss_by_rows(self, batch: Batch) -> Tensor:
-        """The loss by stacked parameters; where an operation has no rule, that of ``vmap`` from now on."""
+    def _loss_by_rows(self, now: Any, batch: Batch) -> Tensor:
+        """The losses ``[clients]`` at stacked parameters."""
         rows = flat(batch)
         for leaf in self._leaves:
             leaf.uses = 0
-        try:
-            value: Tensor = self.request.loss(self._rows_now, rows, *self._rows_constants)
-            if value.shape != (rows.clients,):
-                raise UnsupportedError("a loss that is no mean over the examples of each client")
-        except (UnsupportedError, RuntimeError, TypeError, ValueError):
-            # whatever else is wrong with a loss comes out once more, of vmap
-            if self.steps_in_backward:
-                self.steps_in_backward = False
-                self._stack()
-                return self._loss_by_rows(batch)
-            self.by_rows = False
-            return self.loss(batch)
+        value: Tensor = self.request.loss(now, rows, *self._rows_constants)
+        if isinstance(value, Stacked):
+            value = value.as_subclass(Tensor)
+        if value.shape != (rows.clients,):
+            raise UnsupportedError("a loss that is no mean over the examples of each client")
         return value
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Of a batch of each client ``[clients]``."""
-        like, step = (self.now, self.constants), batch.step
+    def _compare_loss(self, batch: Batch) -> None:
+        """Compare the loss and the gradient of the first and the last client with those of each alone.
 
-        def one(
-            params: list[Tensor], constants: list[Tensor], x: Any, y: Tensor, mask: Tensor | None
-        ) -> Tensor:
-            return self.request.loss(
-                refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], constants)
-            )
-
-        constants = tree.tensors(self.constants)
-        over = (0, 0, 0, 0, None if batch.mask is None else 0)
-        value: Tensor = torch.vmap(one, in_dims=over)(self.params, constants, batch.x, batch.y, batch.mask)
-        return value
+        What they cannot agree in is a loss that mixes the examples of a batch, or a constant tensor that looks
+        like rows.
+        """
+        value = self._loss_by_rows(refill(self.now, [stack(p) for p in self.params]), batch)
+        grads = self.gradient(value)
+        for k in (0, len(value) - 1):
+            now = tree.map(lambda t: t.detach().requires_grad_(), _of_client(self.now, k))
+            params = tree.tensors(now)
+            alone = self.request.loss(now, _batch_of_client(batch, k), *_of_client(self.constants, k))
+            expected = torch.autograd.grad(alone, params, allow_unused=True, materialize_grads=True)
+            _check_equal([value[k], *[g[k] for g in grads]], [alone, *expected], "the loss")
 
     def gradient(self, value: Tensor) -> list[Tensor]:
         """Of each client's loss by its own parameters."""
         return super().gradient(value.sum())
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of ``f(a, now, *constants)`` client by client."""
-        like, inner = self.now, self.constants
-
-        def one(a: list[Tensor], now: list[Tensor], constants: list[Tensor]) -> list[Tensor]:
-            return tensors_like(like, f(refill(like, a), refill(like, now), *refill(inner, constants)))
-
-        result: list[Tensor] = torch.vmap(one)(tensors, self.params, tree.tensors(inner))
-        return result
+        """The tensors of ``f(a, now, *constants)`` of every client."""
+        with _unsupported(), without_rows():
+            stacks = [refill(self.now, [stack(t) for t in ts]) for ts in (tensors, self.params)]
+            found = tensors_like(self.now, f(*stacks, *self._rows_constants))
+            if any(not isinstance(t, Stacked) for t in found):
+                raise UnsupportedError("a result that is the same for all clients")
+            out = [t.as_subclass(Tensor) for t in found]
+            for k in (0, len(out[0]) - 1) if self._compare else ():
+                a = refill(self.now, [t[k] for t in tensors])
+                alone = f(a, _of_client(self.now, k), *_of_client(self.constants, k))
+                _check_equal([t[k] for t in out], tensors_like(self.now, alone), "precondition or prox")
+        return out
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients scaled so that the norm of each client's is at most ``bound``."""
@@ -185,48 +177,78 @@ class Stack(Work):
         return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
 
 
+@contextlib.contextmanager
+def _unsupported() -> Iterator[None]:
+    """Turn every error into :class:`UnsupportedError`; the function's own comes out again for a client alone."""
+    try:
+        yield
+    except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{type(error).__name__}: {error}") from error
+
+
+def _of_client(stacked: Any, k: int) -> Any:
+    """The tree of one client of many."""
+    return tree.map(lambda t: t[k], stacked)
+
+
+def _batch_of_client(batch: Batch, k: int) -> Batch:
+    """The batch of one client of many."""
+    x = {n: t[k] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[k]
+    return Batch(x, batch.y[k], None if batch.mask is None else batch.mask[k], batch.step)
+
+
+def _check_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """Raise UnsupportedError if tensors differ by more than rounding.
+
+    A wrong rule is wrong in the first digits. Rounding moves a few examples over the edge of a ReLU, and is
+    as large as all of a gradient that should be zero; hence a bound by the norm of each tensor and of all.
+    """
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)]
+    norms = torch.stack([torch.stack([(a - b).norm(), b.norm()]) for a, b in pairs])
+    coarse = min((t.dtype for t in expected), key=lambda dtype: -torch.finfo(dtype).eps)
+    noise = 100 * torch.finfo(coarse).eps
+    bound = 0.02 * norms[:, 1] + noise * norms[:, 1].norm() + noise
+    # of a client that diverges nothing can be compared
+    if bool(((norms[:, 0] > bound) & norms.isfinite().all()).any()):
+        raise UnsupportedError(f"{what} is another one for a client alone")
+
+
 def train_cohort(
-    title: str,
     trainers: Sequence[LocalTrainer],
     requests: Sequence[Request],
     round: int,
     pool: BufferPool,
-    compared: dict[Any, bool],
+    compare: bool = True,
 ) -> tuple[Any, Tensor]:
     """Trains a cohort: takes the steps of all clients, batched. Clients with the most steps come first.
 
     Args:
-        title: of the method, for messages.
         trainers: one a client.
         requests: equal but for their tensors.
         round: counted from 0.
         pool: buffers for batches.
-        compared: see :class:`Stack`.
+        compare: see :class:`Stack`.
 
     Returns:
         The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's
         last step.
 
     Raises:
-        TaskError: if a function of the method is not one that ``vmap`` can handle.
+        UnsupportedError: if a function of the method cannot be computed for all clients together.
     """
     name = requests[0].name
     steps = [t.steps(name) for t in trainers]
     feed = Feed([t.data for t in trainers], name, pool)
     losses: list[Tensor] = []
-    work = Stack(requests, round, compared, trainers[0].kind(requests[0]))
+    work = Stack(requests, round, compare)
     active = len(trainers)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
             active -= 1
             work.narrow(active)
-        batch = feed.batch(count, active)
-        try:
-            values = work.advance(batch, count)
-        except RuntimeError as error:
-            raise TaskError(
-                f"{title}: the pass {name!r} cannot be vectorized ({error}). Use engine = 'sequential'."
-            ) from error
+        values = work.advance(feed.batch(count, active), count)
         losses.append(values if active == len(steps) else functional.pad(values, (0, len(steps) - active)))
     return work.ends, torch.stack(losses, 1)
 

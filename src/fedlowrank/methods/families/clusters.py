@@ -188,8 +188,13 @@ def initial_models(title: str, task: Task, count: int) -> Params:
     return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
 
 
+def unbind_models(models: Params) -> list[Params]:
+    """C models ``[C, ...]`` one by one; the gradient of all is made in one piece, which C indices would not do."""
+    parts = {n: t.unbind() for n, t in models.items()}
+    return [{n: part[c] for n, part in parts.items()} for c in range(len(next(iter(parts.values()))))]
+
+
 def losses_of(model: Model, models: Params, batch: Batch) -> Tensor:
-    """The loss of each example under each of C models: ``[C, b]`` of weights ``[C, ...]``."""
-    count = len(next(iter(models.values())))
-    scores = [model.apply({n: t[c] for n, t in models.items()}, batch.x) for c in range(count)]
-    return torch.stack([pointwise_loss(s, batch.y) for s in scores])
+    """The loss of each example under each of C models: ``[b, C]`` of weights ``[C, ...]``."""
+    scores = [model.apply(one, batch.x) for one in unbind_models(models)]
+    return torch.stack([pointwise_loss(s, batch.y) for s in scores], -1)

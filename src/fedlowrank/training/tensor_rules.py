@@ -1,0 +1,290 @@
+"""How operations on tensors apply to those of each client: arithmetic, sums, shapes, indices, products.
+
+Every rule gives what a loop over the clients would give, for a stacked tensor looks like that of one client:
+dimensions are counted without the leading one. Where operands do not show for certain what the operation means
+for one client, a rule raises :class:`UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .stacked import RULES, Stacked, UnsupportedError, by_client, has_rows, plain, stack
+
+Rule = Callable[..., Any]
+
+
+def _ndim(t: Tensor) -> int:
+    """Dimensions of the tensor of one client."""
+    return t.ndim - isinstance(t, Stacked)
+
+
+def _stack_all(found: Any) -> Any:
+    """A result, or a tuple of results, as tensors of each client."""
+    if isinstance(found, Tensor):
+        return stack(found)
+    parts = [_stack_all(part) for part in found]
+    # named tuples of torch are made of a sequence
+    return type(found)(parts)
+
+
+def _dim(dim: Any, ndim: int) -> int:
+    """Where a dimension of a client's tensor is in the stacked one."""
+    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+        raise UnsupportedError(f"the dimension {dim} of a tensor with {ndim} dimensions")
+    return dim + 1 if dim >= 0 else dim
+
+
+def _dims(dim: Any, ndim: int) -> Any:
+    return [_dim(d, ndim) for d in dim] if isinstance(dim, (tuple, list)) else _dim(dim, ndim)
+
+
+# Arithmetic
+
+
+def _elementwise(func: Rule) -> Rule:
+    """The rule of a function of elements, which broadcasts its operands."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, Tensor) for a in kwargs.values()):
+            raise UnsupportedError("a tensor that is given by name")
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        ndim = max(map(_ndim, tensors))
+        rows = [t for t in tensors if t.ndim and not isinstance(t, Stacked)]
+        # a frozen weight beside its update: rows are as many as examples, and no parameter depends on that
+        shapes = {t.shape[1:] for t in tensors if isinstance(t, Stacked)}
+        if rows and has_rows() and any(t.shape not in shapes for t in rows):
+            return func(*_beside_rows(args, rows, ndim), **kwargs).flatten(0, 1)
+        return stack(func(*[_aligned(a, ndim) for a in args], **kwargs))
+
+    return rule
+
+
+def _aligned(a: Any, ndim: int) -> Any:
+    """An operand of so many dimensions a client, as broadcasting of one client's tensors would give."""
+    if not isinstance(a, Stacked):
+        return a
+    p = plain(a)
+    missing = ndim + 1 - p.ndim
+    return p.reshape(len(p), *[1] * missing, *p.shape[1:]) if missing else p
+
+
+def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
+    """Operands ``[K, B, ...]`` of each client's rows; parameters count for every row of their client."""
+    clients = next(len(a) for a in args if isinstance(a, Stacked))
+    if any(t.ndim != ndim or len(t) != len(rows[0]) for t in rows):
+        raise UnsupportedError("a parameter beside a tensor that is not the rows of a batch")
+    found = []
+    for a in args:
+        if isinstance(a, Stacked):
+            p = _aligned(a, ndim)
+            if p.shape[1] != 1:
+                raise UnsupportedError("a parameter with a value for each row")
+            found.append(p)
+        else:
+            found.append(by_client(a, clients) if isinstance(a, Tensor) and a.ndim else a)
+    return found
+
+
+# Dimensions
+
+
+def _along(func: Rule, default: tuple[Any, ...] = (), count: int = 1) -> Rule:
+    """The rule of a function whose first arguments after the tensor are dimensions, as many as ``count``.
+
+    A dimension of None means all of them.
+    """
+
+    def rule(t: Any, *args: Any, **kwargs: Any) -> Any:
+        p = plain(t)
+        if "dim" in kwargs:
+            args = (kwargs.pop("dim"), *args)
+        args += default[len(args) :]
+        if len(args) < count or any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+            raise UnsupportedError("dimensions that are not given")
+        if args[0] is None:
+            if kwargs.get("keepdim"):
+                raise UnsupportedError("all dimensions, each kept")
+            return _stack_all(func(p.reshape(len(p), -1), 1, *args[1:], **kwargs))
+        dims = [_dims(d, p.ndim - 1) for d in args[:count]]
+        return _stack_all(func(p, *dims, *args[count:], **kwargs))
+
+    return rule
+
+
+def _leading(func: Rule) -> Rule:
+    """The rule of a function of last dimensions, to which all dimensions before are a batch."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        chosen = "dim" in kwargs or any(isinstance(a, (tuple, list)) for a in args)
+        if chosen or len({t.ndim for t in tensors}) > 1 or any(t.ndim < 3 for t in tensors):
+            raise UnsupportedError("dimensions that are not the last ones")
+        return _stack_all(func(*[plain(a) if isinstance(a, Tensor) else a for a in args], **kwargs))
+
+    return rule
+
+
+def _shaped(func: Rule) -> Rule:
+    """The rule of ``reshape`` and of what else is given a shape."""
+
+    def rule(t: Any, *shape: Any) -> Stacked:
+        p = plain(t)
+        sizes = shape[0] if isinstance(shape[0], (tuple, list)) else shape
+        return stack(func(p, (len(p), *sizes)))
+
+    return rule
+
+
+def _unsqueezed(t: Any, dim: int) -> Stacked:
+    # the new dimension counts
+    return stack(plain(t).unsqueeze(_dim(dim, t.ndim)))
+
+
+def _permuted(t: Any, *dims: Any) -> Stacked:
+    order = dims[0] if isinstance(dims[0], (tuple, list)) else dims
+    return stack(plain(t).permute(0, *_dims(tuple(order), t.ndim - 1)))
+
+
+def _transposed(t: Any) -> Stacked:
+    if t.ndim != 3:
+        raise UnsupportedError("a transpose of no matrix")
+    return stack(plain(t).mT)
+
+
+def _joined(func: Rule, more: int) -> Rule:
+    """The rule of ``cat`` and ``stack``, which adds ``more`` dimensions."""
+
+    def rule(tensors: Any, dim: int = 0) -> Stacked:
+        return stack(func([plain(t) for t in tensors], _dim(dim, tensors[0].ndim - 1 + more)))
+
+    return rule
+
+
+def _sorted(t: Any, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
+    return _stack_all(torch.sort(plain(t), dim=_dim(dim, t.ndim - 1), descending=descending, stable=stable))
+
+
+def _scattered(t: Any, dim: int, index: Any, value: float) -> Stacked:
+    return stack(plain(t).scatter(_dim(dim, t.ndim - 1), plain(index), value))
+
+
+# Indices
+
+
+def _item(t: Any, index: Any) -> Any:
+    """``t[index]``: integers, slices and None; or rows of labels, which take an entry each from their client's t."""
+    if isinstance(index, Tensor) and not isinstance(index, Stacked) and index.dtype == torch.int64:
+        p = plain(t)
+        rows = by_client(index, len(p))
+        clients = torch.arange(len(p), device=p.device).reshape(-1, *[1] * (rows.ndim - 1))
+        return p[clients, rows].flatten(0, 1)
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(i is None or i is ... or type(i) in (int, slice) for i in parts):
+        raise UnsupportedError("an index that is no number, slice or rows of labels")
+    return stack(plain(t)[(slice(None), *parts)])
+
+
+# Products
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    if isinstance(a, Stacked) and isinstance(b, Stacked):
+        left, right = plain(a), plain(b)
+        vectors = left.ndim == 2, right.ndim == 2
+        left, right = left.unsqueeze(1) if vectors[0] else left, right.unsqueeze(2) if vectors[1] else right
+        ndim = max(left.ndim, right.ndim)
+        left, right = (p.reshape(len(p), *[1] * (ndim - p.ndim), *p.shape[1:]) for p in (left, right))
+        out = torch.matmul(left, right)
+        out = out.squeeze(-1) if vectors[1] else out
+        return stack(out.squeeze(-1 if vectors[1] else -2) if vectors[0] else out)
+    if isinstance(a, Stacked) or b.ndim not in (2, 3):
+        raise UnsupportedError("a product with parameters on the left")
+    w = plain(b)
+    rows = by_client(a, len(w)).reshape(len(w), -1, a.shape[-1])
+    if w.ndim == 2:
+        return torch.bmm(rows, w.unsqueeze(2)).reshape(a.shape[:-1])
+    return torch.bmm(rows, w).reshape(*a.shape[:-1], w.shape[2])
+
+
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Stacked:
+    left, right = plain(a), plain(b)
+    if out is not None or dims != 1 or left.ndim != 2 or right.ndim < 2:
+        raise UnsupportedError("a tensordot that is no sum over the first dimension")
+    product = torch.bmm(left.unsqueeze(1), right.reshape(*right.shape[:2], -1))
+    return stack(product.reshape(len(right), *right.shape[2:]))
+
+
+def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Stacked, ...]:
+    if not all(isinstance(t, Stacked) for t in inputs):
+        raise UnsupportedError("a gradient by a tensor that all clients share")
+    return tuple([stack(g) for g in torch.autograd.grad(outputs, inputs, *args, **kwargs)])
+
+
+ELEMENTWISE = (
+    *("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "abs", "sign"),
+    *("exp", "log", "sigmoid", "tanh", "relu", "clamp", "maximum", "minimum", "where", "nan_to_num"),
+    *("isfinite", "isnan", "eq", "__eq__", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__invert__"),
+    *("to", "float", "double", "contiguous", "clone", "detach", "zeros_like", "ones_like"),
+    *("__pow__", "__rpow__", "__rsub__", "__rdiv__", "__rtruediv__"),
+)
+"""Names of functions of elements, in ``torch`` and of tensors."""
+
+_OVER: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("all", "amax", "any", "mean", "sum"), (None,)),
+    **dict.fromkeys(("log_softmax", "logsumexp", "softmax", "squeeze", "unflatten"), ()),
+    "unbind": (0,),
+}
+"""By name: default arguments of functions of one dimension."""
+
+_NAMED: dict[str, Callable[[Rule], Rule]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **{name: lambda f, d=default: _along(f, d) for name, default in _OVER.items()},  # type: ignore[misc]
+    **dict.fromkeys(("movedim", "transpose"), lambda f: _along(f, (), 2)),
+    "flatten": lambda f: _along(f, (0, -1), 2),
+    **dict.fromkeys(("reshape", "view"), _shaped),
+    "matmul": lambda _: _matmul,
+    "t": lambda _: _transposed,
+    "unsqueeze": lambda _: _unsqueezed,
+    "permute": lambda _: _permuted,
+    "sort": lambda _: _sorted,
+    "scatter": lambda _: _scattered,
+    "cat": lambda f: _joined(f, 0),
+    "stack": lambda f: _joined(f, 1),
+    "tensordot": lambda _: _tensordot,
+}
+
+for _name, _make in _NAMED.items():
+    for _func in (getattr(torch, _name, None), getattr(Tensor, _name, None)):
+        # torch.float is a type
+        if callable(_func):
+            RULES[_func] = _make(_func)
+
+RULES.update(
+    {
+        functional.softmax: _along(functional.softmax),
+        functional.log_softmax: _along(functional.log_softmax),
+        torch.autograd.grad: _gradient,
+        **{f: _leading(f) for f in (torch.linalg.matrix_norm, torch.linalg.solve_ex, torch.linalg.svd)},
+        Tensor.__getitem__: _item,
+        Tensor.requires_grad_: lambda t, on=True: t.requires_grad_(on),
+        # what a parameter of one client would say of itself
+        Tensor.mT.__get__: lambda t: stack(plain(t).mT) if t.ndim > 2 else _transposed(t),  # type: ignore[attr-defined]
+        Tensor.T.__get__: _transposed,  # type: ignore[attr-defined]
+        Tensor.shape.__get__: lambda t: t.shape[1:],  # type: ignore[attr-defined]
+        Tensor.size: lambda t, dim=None: t.shape[1:] if dim is None else t.shape[_dim(dim, t.ndim - 1)],
+        Tensor.ndim.__get__: lambda t: t.ndim - 1,  # type: ignore[attr-defined]
+        Tensor.dim: lambda t: t.ndim - 1,
+        Tensor.numel: lambda t: t[0].numel(),
+        Tensor.__len__: lambda t: t.shape[_dim(0, t.ndim - 1)],
+        Tensor.dtype.__get__: lambda t: t.dtype,  # type: ignore[attr-defined]
+        Tensor.device.__get__: lambda t: t.device,
+        Tensor.is_floating_point: lambda t: t.is_floating_point(),
+        Tensor.requires_grad.__get__: lambda t: t.requires_grad,  # type: ignore[attr-defined]
+    }
+)
