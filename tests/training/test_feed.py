@@ -121,9 +121,9 @@ def test_the_operations_of_the_steps_do_not_grow_with_the_clients(
     made = Federation.from_arrays([{"train": pair} for pair in zip(x, y, strict=True)], model, classes=3)
     train, mode = engine.train_cohort, Launches()
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         with mode:
-            return train(*arguments)
+            return train(*arguments, **more)
 
     totals = []
     for participation in (0.2, 0.8):

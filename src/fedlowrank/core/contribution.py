@@ -132,10 +132,12 @@ class Aggregator:
 
     Attributes:
         contributed: identifiers of the clients whose contributions were added.
+        reason: why the total is None although clients contributed; commonly empty.
     """
 
     def __init__(self, clients: Sequence[int]) -> None:
         self.contributed: list[int] = []
+        self.reason = ""
         self._waiting = list(reversed(clients))
         self._early: dict[int, Any] = {}
         self._totals: dict[str, Any] = {}

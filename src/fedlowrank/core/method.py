@@ -13,6 +13,7 @@ from .choices import check_bounds, check_choices
 from .client_model import ClientModel
 from .contribution import Mean
 from .errors import ConfigError
+from .forms import Lengths, OneOf
 from .key import Key
 from .model import Model
 from .optimizer import SGD, Optimizer, is_optimizer
@@ -205,30 +206,6 @@ class ServerView:
         return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
-class OneOf:
-    """In the form of an upload: a part that has one of several forms.
-
-    Args:
-        forms: trees, which may hold further choices.
-    """
-
-    def __init__(self, *forms: Any) -> None:
-        self.forms = forms
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """In the form of an upload: a part whose tensors have a common length that a client chooses.
-
-    Attributes:
-        form: a tree; every dimension of 0 is that length.
-        most: the largest length; the smallest is 1.
-    """
-
-    form: Any
-    most: int
-
-
 @dataclass(frozen=True)
 class Method(ABC, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions are pure.
@@ -360,8 +337,9 @@ class Method(ABC, Generic[S, C, D, U]):
     def reference(self, down: D, client: ClientInfo) -> Any:
         """What an upload is compared with: an upload minus its reference is the update, which is clipped and compressed.
 
-        By default the download. It must have the form of the upload, dicts for classes allowed; in the place of a
-        part that is no update it has None, in the place of a part that is itself the update 0.0.
+        By default the download. It has the form of the upload, dicts for classes allowed; None in the place of a
+        part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose place has
+        other parts.
 
         Args:
             down: what the client was sent.

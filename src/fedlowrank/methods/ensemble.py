@@ -108,9 +108,8 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         del view
         return cluster_means(server, total)
 
-    def reference(self, down: Params, client: ClientInfo) -> Any:
+    def reference(self, down: Params, *_: Any) -> Any:
         """The models as they were sent; π^k is no update."""
-        del client
         return {"models": down, "pi": None}
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:

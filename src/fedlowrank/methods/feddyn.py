@@ -22,6 +22,7 @@ where it is the inverse of the proximal step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from typing import Literal
 
 from ..core.client_model import ClientModel
@@ -95,9 +96,8 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         h = add(server.h, sub(total, server.model), -self.alpha * view.share)
         return Cloud(add(total, h, -1 / self.alpha), total, h)
 
-    def reference(self, down: Down, client: ClientInfo) -> Params:
+    def reference(self, down: Down, *_: Any) -> Params:
         """θ^t."""
-        del client
         return down.model
 
     def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:

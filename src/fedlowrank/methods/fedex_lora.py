@@ -123,9 +123,8 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
-    def reference(self, down: Download, client: ClientInfo) -> Message:
+    def reference(self, down: Download, *_: Any) -> Message:
         """Factors as they were sent."""
-        del client
         return down.message
 
     def product_scale(self, task: Task, client: ClientInfo) -> float:

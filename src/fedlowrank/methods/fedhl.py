@@ -153,9 +153,8 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied])
         )
 
-    def reference(self, down: Download, client: ClientInfo) -> Message:
+    def reference(self, down: Download, *_: Any) -> Message:
         """W^{r_i} as it was sent."""
-        del client
         return down.message
 
     def product_scale(self, task: Task, client: ClientInfo) -> float:

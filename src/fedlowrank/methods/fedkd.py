@@ -160,11 +160,6 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         mentee = add(server.mentee, decompress_update(update, server.mentee))
         return Server(mentee, [*server.updates, update], at)
 
-    def reference(self, down: Download, client: ClientInfo) -> float:
-        """Nothing: an upload is an update."""
-        del down, client
-        return 0.0
-
     def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""
         del down, view

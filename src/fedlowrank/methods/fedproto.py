@@ -132,9 +132,8 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
         return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)
 
-    def reference(self, down: Prototypes, client: ClientInfo) -> Any:
+    def reference(self, *_: Any) -> Any:
         """Nothing: prototypes are compared with none."""
-        del down, client
         return {"labels": None, "mean": 0.0, "count": None}
 
     def client_model(self, state: Client, down: Prototypes, view: ClientView) -> ClientModel:

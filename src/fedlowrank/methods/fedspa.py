@@ -154,8 +154,8 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
-        optimizer = SGD(self.optimizer.learning_rate(view.round))
-        slope = view.train(moved, zeros_like(end), "grow", optimizer, constants=(end,))
+        sgd = SGD(self.optimizer.learning_rate(view.round))
+        slope = view.train(moved, zeros_like(end), "grow", sgd, constants=(end,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)
@@ -171,9 +171,8 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
         return Server(sub(server.model, total["update"]), server.masks | masks)
 
-    def reference(self, down: Params, client: ClientInfo) -> Any:
+    def reference(self, *_: Any) -> Any:
         """The values on the mask are an update."""
-        del down, client
         return {"update": 0.0, "masks": None}
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:

@@ -108,9 +108,8 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
-    def reference(self, down: Download, client: ClientInfo) -> Any:
+    def reference(self, down: Download, *_: Any) -> Any:
         """Nothing for factors, which begin anew; what is shared beside as it was sent."""
-        del client
         return {"factors": 0.0, "rest": down.rest}
 
     def product_scale(self, task: Task, client: ClientInfo) -> float:

@@ -51,6 +51,9 @@ from .families.clusters import (
     train_mixture,
 )
 
+Theta = Tensor | None
+"""θ of a client, once it has trained."""
+
 
 @tree
 class Server:
@@ -69,7 +72,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
+class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
     """Federated low-rank adaptive learning.
 
     Attributes:
@@ -114,7 +117,7 @@ class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         a = initial_adaptors(self._adapted(task), self.clusters, key, self.construction, u, self.random)
         return Server({"base": u, "adaptors": a}, fresh_memory())
 
-    def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
+    def client_init(self, task: Task, client: ClientInfo) -> Theta:
         """No θ until the client has trained."""
         del task
         if self.router.routing == "optimal":
@@ -128,9 +131,7 @@ class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         own = known_cluster(self.title, client, self.clusters)
         return {"base": server.model["base"], "adaptors": select(server.model["adaptors"], own)}
 
-    def local_update(
-        self, state: Tensor | None, down: dict[str, Any], view: ClientView
-    ) -> tuple[Tensor | None, Upload]:
+    def local_update(self, state: Theta, down: dict[str, Any], view: ClientView) -> tuple[Theta, Upload]:
         """Lines 2 to 5."""
 
         def scaled(grads: dict[str, Any], p: dict[str, Any], *_: Tensor) -> dict[str, Any]:
@@ -144,9 +145,8 @@ class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         kept = theta if self.router.keep and self.router.descends else None
         return kept, Upload(model, self.router.shares(theta))
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
+    def contribution(self, upload: Upload, client: ClientInfo, *_: Any) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
-        del server
         weights = cluster_weights(self.title, client, upload.pi, self.clusters)
         base = Mean(upload.model["base"], client.examples)
         return {"base": base, "adaptors": by_cluster(upload.model["adaptors"], weights)}
@@ -162,12 +162,11 @@ class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
             model = {"base": u, "adaptors": a}
         return Server(model, memory)
 
-    def reference(self, down: dict[str, Any], client: ClientInfo) -> Any:
+    def reference(self, down: dict[str, Any], *_: Any) -> Any:
         """{u, a} as they were sent; π^k is no update."""
-        del client
         return {"model": down, "pi": None}
 
-    def client_model(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> ClientModel:
+    def client_model(self, state: Theta, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
         apply, fresh = self._apply(view.model), even(down["adaptors"])
         theta = learn_router(self.router, down, fresh, apply, view) if state is None else state

@@ -88,9 +88,8 @@ class IFCA(Method[Params, None, Params, Upload]):
         del view
         return cluster_means(server, total)
 
-    def reference(self, down: Params, client: ClientInfo) -> Any:
+    def reference(self, *_: Any) -> Any:
         """Nothing: the server learns which model was trained from the reply alone."""
-        del down, client
         return {"model": 0.0, "choice": None}
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:

@@ -22,6 +22,7 @@ as it was.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
@@ -98,9 +99,8 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
             add(server.model, total.model, self.eta_g), add(server.control, total.control, view.share)
         )
 
-    def reference(self, down: Controlled, client: ClientInfo) -> Controlled:
+    def reference(self, down: Controlled, *_: Any) -> Controlled:
         """Zeros: both differences are updates."""
-        del client
         return zeros_like(down)
 
     def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:

@@ -262,6 +262,11 @@ class Run:
 
     def _server_step(self, found: RoundResults, t: int) -> Any:
         total = found.aggregator.finish()
+        if reason := found.aggregator.reason:
+            # nothing of the round counts, so no client keeps a state of it
+            logger.warning("round %d gives nothing: %s", t + 1, reason)
+            for client in sorted(found.arrived):
+                found.drop(client, reason)
         if total is None:
             total = self.method.without_replies(self.state.server)
         if total is None:

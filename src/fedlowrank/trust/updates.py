@@ -2,6 +2,7 @@
 
 A reference has the form of the upload. In the place of a part it may have None (the part is no update: it is
 neither clipped nor compressed, and no noise can hide it) or :data:`ITSELF` (the part is an update as it is).
+A part whose place in the reference has other parts is likewise an update as it is.
 
 Norms are of the *effective* update. A factor pair (B, A) beside a reference (B₀, A₀) stands for
 s(B A - B₀ A₀) = s[B, -B₀][A; A₀], whose norm and inner products need Gram matrices of its factors alone:
@@ -68,13 +69,15 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
     children = tree._items(upload, path)
     if children is None:
         return
-    others = {} if whole else dict(tree._items(reference, path) or ())
-    if not whole and others.keys() != dict(children).keys():
-        raise TreeError(
-            f"the reference at {path or 'its top'} has {sorted(others)}, the upload {sorted(dict(children))}"
-        )
+    others = _same_parts(children, reference)
     for key, child in children:
-        yield from parts(child, ITSELF if whole else others[key], tree.join(path, key))
+        yield from parts(child, ITSELF if others is None else others[key], tree.join(path, key))
+
+
+def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
+    """The parts of a reference by name, or None if they are not those of the upload."""
+    found = None if type(reference) is float else dict(tree._items(reference, "") or ())
+    return found if found is not None and found.keys() == dict(children).keys() else None
 
 
 def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
@@ -268,9 +271,8 @@ def without_compared(upload: Any, reference: Any) -> Any:
     children = tree._items(upload, "")
     if children is None:
         return None if repr(upload) == repr(reference) else upload
-    if reference is None or type(reference) is float:
+    if reference is None or (others := _same_parts(children, reference)) is None:
         return upload
-    others = dict(tree._items(reference, "") or ())
     left = [(key, without_compared(child, others[key])) for key, child in children]
     if all(child is None for _, child in left):
         return None
@@ -281,7 +283,7 @@ def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path:
     """Inverse of :func:`without_compared`: the upload, with the reference plus an update.
 
     Raises:
-        TreeError: if the rest does not have the form that the reference asks for.
+        TreeError: if the update lacks numbers.
     """
     if rest is None:
         base = dict(tree.leaves(reference, path))
