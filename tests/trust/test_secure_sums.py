@@ -60,7 +60,7 @@ def total_of(aggregator: Aggregator, replies: Sequence[int], lost: Collection[in
 
 
 def assert_close(found: Any, expected: Any, like: Any, bound_of_mean: float, bound_of_sum: float) -> None:
-    """Every float within the bound of its leaf, and half a unit of the last place of its type; integers equal."""
+    """Every float is within the bound of its leaf and the precision of its type; integers are equal."""
     for (_, leaf), a, b in zip(
         leaves_of(like), values_of(found, like), values_of(expected, like), strict=True
     ):
@@ -96,7 +96,7 @@ def plain_total(replies: Sequence[int]) -> Any:
     return total_of(aggregator, replies, set(CLIENTS) - set(replies))
 
 
-GRID = FixedPoint.choose(BASIS, len(CLIENTS), 16)
+GRID = FixedPoint(BASIS, len(CLIENTS), 16)
 PATTERNS = [p for n in range(6) for p in itertools.combinations(CLIENTS, n)]
 
 
@@ -125,7 +125,9 @@ def test_every_pattern_of_lost_clients_gives_the_plain_total_or_a_reason(replies
 def test_a_client_that_left_before_it_shared_its_secrets(absent: int, lost: int | None) -> None:
     replies = [c for c in CLIENTS if c not in (absent, lost)]
     aggregator = secure(absent=[absent])
-    found = total_of(aggregator, replies, {absent, *([lost] if lost else [])})
+    # nobody waits for it, and nobody masks with it
+    found = total_of(aggregator, replies, {lost} - {absent, None})
+    assert not any(absent in client.held for client in aggregator._clients.values())
     if len(replies) < LEAST:
         assert found is None
         return
@@ -162,7 +164,7 @@ def test_no_global_generator_is_read_or_changed() -> None:
     assert tree.equal(first, total_of(secure(), CLIENTS[:4], CLIENTS[4:]))
 
 
-def test_twenty_five_of_seventy_clients_may_be_lost() -> None:
+def test_twenty_three_of_seventy_clients_may_be_lost() -> None:
     clients = list(range(70))
     lost = set(np.random.default_rng(0).choice(70, 23, replace=False).tolist())
     aggregator = secure(clients)
@@ -200,7 +202,7 @@ def rounds(draw: st.DrawFn) -> tuple[SecureSums, float, list[Any]]:
         return [torch.tensor(g.normal(0, 0.5 * options.bound * scale, s)).to(dtype) for s in shapes]
 
     return options, largest, [
-        {"mean": Mean(values(1.0), w * largest), "list": [Mean({"one": values(1.0)[0]}, 0.0), Sum(values(largest))]}
+        {"mean": Mean(values(1), w * largest), "list": [Mean({"x": values(1)[0]}, 0), Sum(values(largest))]}
         for w in weights
     ]  # fmt: skip
 
@@ -212,7 +214,7 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
     n, clipped = len(replies), 0
     aggregator, plain = secure(range(n), options, largest=largest), Aggregator(range(n))
     rounded = 0.0
-    grid = FixedPoint.choose(options, n, largest)
+    grid = FixedPoint(options, n, largest)
     for client, reply in enumerate(replies):
         aggregator.add(client, reply)
 
@@ -257,9 +259,29 @@ def test_the_bound_is_met_closely_and_by_nothing_smaller() -> None:
     assert aggregator.clipped == 2
 
 
+@pytest.mark.parametrize("bits", [2, 8, 22, 31, 32])
+@pytest.mark.parametrize("n", [1, 2, 3, 127, 128, 1000, 100_000])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_sums_do_not_wrap_and_no_bits_are_wasted(bits: int, n: int, sign: int) -> None:
+    grid = FixedPoint(SecureSums(bits=bits), n, 100.0)
+    like = [Mean(torch.tensor(sign * 8.0), 100.0), Sum(torch.tensor(sign * 800.0))]
+    vector, clipped = grid.encode([(leaf, [leaf.value]) for leaf in like])
+    mean, total = grid.decode(vector * np.uint64(n), like)
+    assert clipped == 0
+    assert float(mean) == sign * 8.0
+    assert float(total) == pytest.approx(sign * 800.0 * n, rel=1e-6)
+    # bits of values, of weights and of the number of clients fill the modulus, but for powers of two
+    used = bits + math.log2(200 / grid.unit) + math.log2(n)
+    assert used > 62 or grid.unit <= 200 / 2**32
+
+
+def test_whole_numbers_of_examples_are_exact_weights() -> None:
+    assert FixedPoint(BASIS, 1000, 1e6).unit <= 2**-10
+
+
 def test_weights_that_are_no_multiples_of_the_unit_are_rounded() -> None:
     options = SecureSums(bits=32, bound=1.0)
-    grid = FixedPoint.choose(options, 2, 1.0)
+    grid = FixedPoint(options, 2, 1.0)
     aggregator = secure((0, 1), options, largest=1.0)
     w = (100.5 * grid.unit, 1.0)
     aggregator.add(0, Mean(torch.tensor(1.0, dtype=torch.float64), w[0]))
@@ -361,7 +383,7 @@ def test_too_few_shares_give_no_secret() -> None:
     # a holder that does not answer in the last round
     aggregator._clients[5].held.clear()
     assert aggregator.finish() is None
-    assert "3 holders of the shares of client 3 replied, and 4 must" in aggregator.reason
+    assert "3 holders of shares of client" in aggregator.reason
     assert "secure.threshold" in aggregator.reason
     assert aggregator.contributed == []
 
@@ -377,25 +399,26 @@ def test_masks_of_another_round_and_another_client_differ() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 17, 20, 21, 33, 100, 1000])
 def test_neighbors_are_mutual_few_and_connected(n: int) -> None:
-    plan = Plan.choose(n, list(range(n)), 0.66, KEY)
+    plan = Plan(n, list(range(n)), 0.66, KEY)
     near = {c: set(h) for c, h in plan.holders.items()}
     assert all(c in h and all(c in near[o] for o in h) for c, h in near.items())
     expected = min(n, 4 * math.ceil(math.log2(n)) + 1)
     assert {len(h) for h in near.values()} == {expected}
     reached, found = {0}, [0]
     while found:
-        found = [o for c in found for o in near[c] if o not in reached and not reached.add(o)]  # type: ignore[func-returns-value]
+        found = sorted(set().union(*(near[c] for c in found)) - reached)
+        reached |= set(found)
     assert len(reached) == n
     assert plan.needed <= expected
 
 
 def test_a_hundred_clients_need_ten_of_twenty_nine_holders() -> None:
-    plan = Plan.choose(100, list(range(100)), 0.66, KEY)
+    plan = Plan(100, list(range(100)), 0.66, KEY)
     assert (plan.least, plan.needed) == (66, 10)
-    assert Plan.choose(20, list(range(20)), 0.66, KEY).needed == 14
+    assert Plan(20, list(range(20)), 0.66, KEY).needed == 14
     # 0.7 * 10 and 0.55 * 100 are a little more than 7 and 55 in binary
-    assert Plan.choose(10, list(range(10)), 0.7, KEY).least == 7
-    assert Plan.choose(100, list(range(100)), 0.55, KEY).least == 55
+    assert Plan(10, list(range(10)), 0.7, KEY).least == 7
+    assert Plan(100, list(range(100)), 0.55, KEY).least == 55
 
 
 def test_a_sum_of_one_is_no_sum() -> None:
@@ -412,7 +435,7 @@ def test_a_sum_of_one_is_no_sum() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        ({"a": Mean(torch.ones(2, 3)), "e": Each(1)}, TaskError, "an Each at '/e'"),
+        ({"a": Mean(torch.ones(2, 3)), "e": Each(1)}, TaskError, "the Each at '/e'"),
         ({"a": Mean(torch.ones(3, 3))}, TreeError, "at '/a' it has torch.float32 [3, 3]"),
         ({"a": Mean(torch.ones(2, 3).double())}, TreeError, "torch.float64"),
         ({"a": Sum(torch.ones(2, 3))}, TreeError, "leaves"),
@@ -436,7 +459,7 @@ def test_a_contribution_of_another_form_is_refused_and_its_client_named(
     for client in (8, 9, 11):
         aggregator.add(client, {"a": Mean(torch.ones(2, 3))})
     aggregator.skip(5)
-    assert aggregator.finish()["a"].tolist() == torch.ones(2, 3).tolist()
+    assert float((aggregator.finish()["a"] - 1).abs().max()) <= GRID.step / 2 + 1e-7
 
 
 @pytest.mark.parametrize(
@@ -448,7 +471,7 @@ def test_what_has_no_fixed_point_is_refused_from_the_first_client_on(value: Any)
 
 
 def test_each_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(TaskError, match=r"client 3.*must see by itself.*secure.on = false"):
+    with pytest.raises(TaskError, match=r"client 3.*must see the Each at '/1' by itself.*secure.on = false"):
         secure().add(3, [Mean(torch.ones(1)), Each(torch.ones(1))])
 
 
@@ -480,7 +503,10 @@ def test_the_largest_weight_is_a_number_above_zero(largest: float) -> None:
         secure(largest=largest)
 
 
-@pytest.mark.parametrize("module", ["flwr.common.secure_aggregation.crypto.shamir", "cryptography.hazmat.primitives.asymmetric.x25519"])  # fmt: skip
+@pytest.mark.parametrize(
+    "module",
+    ["flwr.common.secure_aggregation.crypto.shamir", "cryptography.hazmat.primitives.asymmetric.x25519"],
+)
 def test_without_flower_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     _load.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)

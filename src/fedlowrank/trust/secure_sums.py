@@ -5,12 +5,12 @@ neighbors as in Bell et al., *Secure Single-Server Aggregation with (Poly)Logari
 
 1. Client i has a key pair (s_i, S_i) and the seed b_i of its own mask. Its neighbors and itself hold Shamir
    shares of s_i and b_i.
-2. It quantizes its contribution to a vector x_i and sends, modulo 2^64, with seeds s_ij = DH(s_i, S_j) = s_ji,
+2. It quantizes its contribution to a vector x_i and sends, modulo 2^64, with s_ij = DH(s_i, S_j) = s_ji,
    y_i = x_i + PRG(b_i) + Σ_{neighbors j > i} PRG(s_ij) - Σ_{neighbors j < i} PRG(s_ij).
-3. For a client whose y_i arrived, the holders reveal their shares of b_i; for one that was lost, those of s_i;
-   never both. The server rebuilds these secrets and subtracts the masks that are left in Σ y_i.
+3. The holders reveal their shares of b_i if y_i arrived, and of s_i if it was lost; never both. The server
+   rebuilds these secrets and subtracts the masks that are left in Σ y_i.
 
-The arithmetic is that of a network, but nothing is sent: shares are not encrypted, and secrets come from a
+The arithmetic is that of a network, but nothing is sent, shares are not encrypted, and secrets come from a
 :class:`~fedlowrank.core.key.Key`, which whoever knows the run's seed can repeat. The server follows the
 protocol and may look at all it gets; one that lies about who replied is not covered.
 """
@@ -23,7 +23,6 @@ import importlib
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,18 +36,15 @@ from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from .settings import SecureSums
 
-Vector = NDArray[np.uint64]
-"""Numbers modulo 2^64: numpy's sums wrap by themselves."""
-SECRET = 15
-"""Bytes of a secret: with its padding, one block of the sharing scheme."""
+Vector = NDArray[np.uint64]  # numbers modulo 2^64: numpy's sums wrap by themselves
+SECRET = 15  # bytes of a secret: with its padding, one block of the sharing scheme
 
 
 @functools.cache
 def _load(module: str) -> Any:
     try:
         with warnings.catch_warnings():
-            # Flower's own imports use what click deprecates
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)  # of click, in Flower's own imports
             return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"secure.on needs Flower: pip install 'fedlowrank[network]' ({error})") from error
@@ -56,35 +52,29 @@ def _load(module: str) -> Any:
 
 def _aligned(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]:
     """The leaves of a contribution and their tensors, in the order of another, whose form it must have."""
-    known, found, aligned = dict(leaves(like)), dict(leaves(contribution)), []
-    if each := [path for path, leaf in found.items() if isinstance(leaf, Each)]:
+    if each := [path for path, leaf in leaves(contribution) if isinstance(leaf, Each)]:
         raise TaskError(
-            f"it holds an Each at {each[0]!r}, which the server must see by itself. Set secure.on = false, or use what "
-            "has only means and sums, such as fedavg, fedit, hetlora with prune = 1, fedslr with memory_efficient = true"
+            f"the server must see the Each at {each[0]!r} by itself. Set secure.on = false, or use means and "
+            "sums alone: fedavg, fedit, hetlora with prune = 1, fedslr with memory_efficient = true"
         )
     if fault := fault_of(contribution):
         raise tree.TreeError(fault)
-    if {path: type(leaf) for path, leaf in found.items()} != {
-        path: type(leaf) for path, leaf in known.items()
-    }:
-        raise tree.TreeError(f"it has the leaves {sorted(found)}, and others have {sorted(known)}")
-    for path, leaf in known.items():
-        pairs: list[tuple[Tensor, Tensor]] = []
-        tree.map(lambda a, b, to=pairs: to.append((a, b)), leaf.value, found[path].value)
-        for a, b in pairs:
+    kinds, expected = (map_leaves(lambda _, x: type(x).__name__, c) for c in (contribution, like))
+    if kinds != expected:
+        raise tree.TreeError(f"its leaves are {kinds}, those of others {expected}")
+    found, aligned = dict(leaves(contribution)), list[tuple[Any, list[Tensor]]]()
+    for path, leaf in leaves(like):
+        aligned.append((found[path], []))
+        tree.map(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, found[path].value)
+        for a, b in zip(tree.tensors(leaf.value), aligned[-1][1], strict=True):
             if (a.dtype, a.shape) != (b.dtype, b.shape):
-                raise tree.TreeError(
-                    f"at {path!r} it has {b.dtype} {[*b.shape]}, and others {a.dtype} {[*a.shape]}"
-                )
-            if b.dtype == torch.bool or not (b.is_floating_point() or isinstance(leaf, Sum)):
-                raise tree.TreeError(
-                    f"at {path!r} it has {b.dtype}; means take floats, sums floats and integers"
-                )
-        aligned.append((found[path], [b for _, b in pairs]))
+                raise tree.TreeError(f"at {path!r} it has {b.dtype} {[*b.shape]}, not {a.dtype} {[*a.shape]}")
+            countable = isinstance(leaf, Sum) and not b.is_complex() and b.dtype != torch.bool
+            if not b.is_floating_point() and not countable:
+                raise tree.TreeError(f"at {path!r} it has {b.dtype}; means take floats, sums integers, too")
     return aligned
 
 
-@dataclass(frozen=True)
 class FixedPoint:
     """How numbers become integers; sums of products of a weight and a value stay below 2^63.
 
@@ -92,102 +82,69 @@ class FixedPoint:
         bound: R; values are clipped to ±R.
         step: of a value, R / (2^(bits - 1) - 1), so that 0 is exact.
         largest_weight: weights are clipped to it.
-        unit: of a weight, the smallest power of two for which ``largest_weight`` fits in the bits that are left,
-            at most 32. Multiples of it are exact, so whole numbers are where it is at most 1.
+        unit: of a weight, the least power of two by which ``largest_weight`` fits in the bits left (at most
+            32). Its multiples are exact, so whole numbers are where it is at most 1.
     """
 
-    bound: float
-    step: float
-    largest_weight: float
-    unit: float
-
-    @classmethod
-    def choose(cls, settings: SecureSums, clients: int, largest_weight: float) -> FixedPoint:
-        """The grid for the sums of that many clients."""
+    def __init__(self, settings: SecureSums, clients: int, largest_weight: float) -> None:
         if not 0 < largest_weight < math.inf:
             raise ConfigError(f"the largest weight of a secure sum is above 0; this one is {largest_weight}")
-        weight_bits = min(32, 63 - settings.bits - clients.bit_length())
-        unit = 2.0 ** math.ceil(math.log2(largest_weight / (2**weight_bits - 1)))
-        return cls(settings.bound, settings.bound / (2 ** (settings.bits - 1) - 1), largest_weight, unit)
+        levels = 2 ** min(32, 63 - settings.bits - clients.bit_length()) - 1
+        self.bound, self.step = settings.bound, settings.bound / (2 ** (settings.bits - 1) - 1)
+        self.largest_weight, self.unit = largest_weight, 2.0 ** math.ceil(math.log2(largest_weight / levels))
 
     def encode(self, aligned: Iterable[tuple[Mean | Sum, list[Tensor]]]) -> tuple[Vector, int]:
-        """The vector of a contribution, and how many of its numbers were clipped. A mean's weight comes first."""
-        parts, clipped = [np.empty(0, np.int64)], 0
+        """The vector (a mean's weight comes before its values), and how many numbers were clipped."""
+        parts, clipped = [torch.empty(0, dtype=torch.int64)], 0
         for leaf, tensors in aligned:
-            # a float of a Sum is a value that the client itself has multiplied by its weight
+            # what a client sums it has multiplied by its weight itself
             weight, limit, step = 1, self.bound * self.largest_weight, self.step * self.unit
             if isinstance(leaf, Mean):
-                weight, limit, step = (
-                    round(min(leaf.weight, self.largest_weight) / self.unit),
-                    self.bound,
-                    self.step,
-                )
+                weight = round(min(leaf.weight, self.largest_weight) / self.unit)
+                limit, step = self.bound, self.step
                 clipped += leaf.weight > self.largest_weight
-                parts.append(np.array([weight]))
+                parts.append(torch.tensor([weight]))
             for t in tensors:
-                x = (
-                    t.detach()
-                    .cpu()
-                    .reshape(-1)
-                    .to(torch.float64 if t.is_floating_point() else torch.int64)
-                    .numpy()
-                )
-                if t.is_floating_point():
-                    clipped += int(np.count_nonzero(abs(x) > limit)) if weight else 0
-                    x = weight * np.rint(x.clip(-limit, limit) / step).astype(np.int64)
-                parts.append(x)
-        return np.concatenate(parts).view(np.uint64), clipped
+                x = t.detach().cpu().reshape(-1)
+                if x.is_floating_point():
+                    clipped += int((x.double().abs() > limit).sum()) if weight else 0
+                    x = (x.double().clip(-limit, limit) / step).round()
+                parts.append(weight * x.to(torch.int64))
+        return torch.cat(parts).numpy().view(np.uint64), clipped
 
     def decode(self, vector: Vector, like: Any) -> Any:
-        """The total, with the types, shapes and devices of the tensors of a contribution; None without weight."""
-        numbers, start = vector.view(np.int64), 0
-
-        def take(size: int) -> NDArray[np.int64]:
-            nonlocal start
-            start += size
-            return numbers[start - size : start]
-
-        def total(_: str, leaf: Mean | Sum) -> Any:
-            weight = float(take(1)[0]) if isinstance(leaf, Mean) else 1 / self.unit
-
-            def restore(t: Tensor) -> Tensor:
-                part = take(t.numel())
-                found = torch.tensor(part / (weight or 1) * self.step if t.is_floating_point() else part)
-                return found.to(t.dtype).reshape(t.shape).to(t.device)
-
-            value = tree.map(restore, leaf.value)
-            return value if weight else None
-
-        return map_leaves(total, like)
+        """The total, its tensors as in ``like`` by type, shape and device; None for a mean without weight."""
+        numbers, totals = torch.from_numpy(vector.view(np.int64)), dict[str, Any]()
+        for path, leaf in leaves(like):
+            weight, step, values = 1, self.step * self.unit, []
+            if isinstance(leaf, Mean):
+                weight, step, numbers = int(numbers[0]), self.step, numbers[1:]
+            for t in tree.tensors(leaf.value):
+                x, numbers = numbers[: t.numel()], numbers[t.numel() :]
+                x = x.double() / max(weight, 1) * step if t.is_floating_point() else x
+                values.append(x.to(t.dtype, copy=True).reshape(t.shape).to(t.device))
+            totals[path] = tree.map(lambda _, v=values: v.pop(0), leaf.value) if weight else None
+        return map_leaves(lambda path, _: totals[path], like)
 
 
-@dataclass(frozen=True)
 class Plan:
-    """Who shares masks with whom, and how many must reply.
+    """Who shares masks with whom, and how many clients must reply, if m of them are present to share secrets.
 
     Attributes:
-        holders: of shares of each client's secrets: itself and its neighbors, which are, of the m clients in a
-            random order on a circle, those up to 2 ⌈log2 m⌉ places away: all for m ≤ 20, 28 for m = 100.
+        holders: of shares of each client's secrets: itself and its neighbors, who are up to 2 ⌈log2 m⌉ places
+            away in a random order on a circle: all for m ≤ 20, 28 for m = 100.
         least: replies without which the round gives nothing.
-        needed: shares that rebuild a secret, so many holders must collude with the server to unmask a client:
-            ``least`` where all are neighbors; else half of the holders that reply if ``least`` clients do, for
-            who is lost is no even draw of every neighborhood.
+        needed: shares that rebuild a secret; so many holders could unmask a client. ``least`` if all are
+            neighbors, else half of those that reply on average if ``least`` clients do: 10 of 29 for m = 100.
     """
 
-    holders: Mapping[int, Sequence[int]]
-    least: int
-    needed: int
-
-    @classmethod
-    def choose(cls, clients: int, present: Sequence[int], threshold: float, key: Key) -> Plan:
-        """The plan for a round of that many clients, of whom those present share their secrets."""
-        least, m = max(2, math.ceil(threshold * clients - 1e-9)), len(present)
-        order, reach = [present[i] for i in key.numpy().permutation(m)], 2 * max(0, m - 1).bit_length()
-        holders = {
-            c: sorted({order[(i + d) % m] for d in range(-reach, reach + 1)}) for i, c in enumerate(order)
-        }
-        count = min(2 * reach + 1, m)
-        return cls(holders, least, min(count, least if count == m else math.ceil(threshold * count / 2)))
+    def __init__(self, clients: int, present: Sequence[int], threshold: float, key: Key) -> None:
+        m, reach = len(present), 2 * max(0, len(present) - 1).bit_length()
+        order, near, count = key.numpy().permutation(m), range(-reach, reach + 1), min(2 * reach + 1, m)
+        places = {present[p]: sorted({int(order[(i + d) % m]) for d in near}) for i, p in enumerate(order)}
+        self.holders = {client: [present[p] for p in found] for client, found in places.items()}
+        self.least = max(2, math.ceil(threshold * clients - 1e-9))
+        self.needed = min(count, self.least if count == m else math.ceil(threshold * count / 2))
 
 
 def expand(seed: bytes, size: int) -> Vector:
@@ -214,13 +171,10 @@ class KeyPair:
 
 
 class MaskingClient:
-    """A client's side. ``held`` are shares of b and s by owner; it reveals none if fewer than ``least`` replied."""
+    """A client's side. ``held`` are shares of b and s by owner; none are revealed to fewer than ``least``."""
 
     def __init__(self, client: int, key: Key, least: int) -> None:
-        self._seed, self._secret = (
-            (key / "own mask").numpy().bytes(SECRET),
-            (key / "pair").numpy().bytes(SECRET),
-        )
+        self._seed, self._secret = (k.numpy().bytes(SECRET) for k in (key / "own mask", key / "key pair"))
         self.keys, self._least = KeyPair(client, self._secret), least
         self.held: dict[int, tuple[bytes, bytes]] = {}
 
@@ -238,38 +192,31 @@ class MaskingClient:
 
     def reveal(self, replied: Set[int]) -> dict[int, bytes]:
         """By owner, its share of b if it replied, and of s if not."""
-        enough = len(replied) >= self._least
-        return {owner: b if owner in replied else s for owner, (b, s) in self.held.items() if enough}
-
-
-class TooFewRepliesError(Exception):
-    """The masks of a round cannot be removed."""
+        held = self.held if len(replied) >= self._least else {}
+        return {owner: b if owner in replied else s for owner, (b, s) in held.items()}
 
 
 class MaskedSum:
-    """The server's side: it has the plan and public keys, and gets masked vectors and, at last, revealed shares."""
+    """The server's side: it knows the plan, public keys, masked vectors and, at last, revealed shares."""
 
     def __init__(self, plan: Plan, public_keys: Mapping[int, bytes]) -> None:
-        self._plan, self._public_keys = plan, public_keys
+        self._plan, self._public_keys, self.replied = plan, public_keys, set[int]()
         self._sum: Any = 0
-        self.replied: set[int] = set()
 
     def add(self, client: int, masked: Vector) -> None:
         """Add a masked vector."""
         self._sum = self._sum + masked
         self.replied.add(client)
 
-    def unmask(self, revealed: Sequence[Mapping[int, bytes]]) -> Vector:
-        """The sum of the vectors, given what each holder reveals by owner; TooFewRepliesError if that is not enough."""
+    def unmask(self, revealed: Sequence[Mapping[int, bytes]]) -> Vector | str:
+        """The sum of the vectors, given what each holder reveals by owner; or why there is none."""
         if len(self.replied) < self._plan.least:
-            raise TooFewRepliesError(f"{len(self.replied)} clients replied, and {self._plan.least} must")
-        total: Vector = self._sum.copy()
+            return f"{len(self.replied)} clients replied, and {self._plan.least} must"
+        total, needed = np.copy(self._sum), self._plan.needed
         for client, holders in self._plan.holders.items():
-            shares = [found[client] for found in revealed if client in found][: self._plan.needed]
-            if len(shares) < self._plan.needed:
-                raise TooFewRepliesError(
-                    f"{len(shares)} holders of the shares of client {client} replied, and {self._plan.needed} must"
-                )
+            shares = [found[client] for found in revealed if client in found][:needed]
+            if len(shares) < needed:
+                return f"{len(shares)} holders of shares of client {client} replied, and {needed} must"
             secret = _load("flwr.common.secure_aggregation.crypto.shamir").combine_shares(shares)
             if client in self.replied:
                 total -= expand(secret, total.size)
@@ -282,26 +229,22 @@ class MaskedSum:
 class SecureAggregator(Aggregator):
     """Totals as of an :class:`Aggregator`, bit-equal in any order of arrival, up to quantization.
 
-    With values clipped to ±R, weights w_k rounded to q_k (|q_k - w_k| ≤ unit/2), W' = Σ q_k and the exact mean m,
-    the mean differs by Σ q_k (x'_k - x_k) / W' + Σ (q_k - w_k)(x_k - m) / W', as Σ w_k (x_k - m) = 0; hence by at
-    most step/2 + n (unit / 2W') max |x_k - m| ≤ step/2 + n R unit / W'. The second term is 0 where weights are
-    multiples of the unit. Floats of a Sum are clipped to ±R · ``largest_weight``, and their total differs by at
-    most n · step · unit / 2; integers are exact. All this is before the total is rounded to the tensors' types.
+    With values clipped to ±R, weights w_k rounded to q_k (|q_k - w_k| ≤ unit/2), W' = Σ q_k, exact mean m,
+    the mean differs by Σ q_k (x'_k - x_k) / W' + Σ (q_k - w_k)(x_k - m) / W', as Σ w_k (x_k - m) = 0; by at
+    most step/2 + n (unit / 2W') max |x_k - m| ≤ step/2 + n R unit / W'. The second term is 0 if weights are
+    multiples of the unit. Floats of a Sum are clipped to ±R · ``largest_weight``, their total differs by at
+    most n · step · unit / 2; integers are exact. The total is then rounded to the types of the tensors.
 
     Args:
         clients: identifiers of the round's clients.
-        settings: bits, bound and threshold.
+        settings: bits, bound and threshold. ConfigError if Flower is not installed.
         key: of this round: with the same key twice, masks would repeat.
         largest_weight: of a client in a Mean, known to all before the round, such as the cap on examples.
         absent: clients that left before they shared their secrets.
 
     Attributes:
-        contributed: identifiers of the clients in the total, in the order of ``clients``.
         clipped: how many numbers and weights were clipped. A network would not tell.
         reason: why :meth:`finish` returned None.
-
-    Raises:
-        ConfigError: if Flower is not installed, or the largest weight is not above 0.
     """
 
     def __init__(
@@ -315,8 +258,8 @@ class SecureAggregator(Aggregator):
         super().__init__(clients)
         present = [c for c in clients if c not in absent]
         self.clipped, self.reason, self._order, self._missing, self._like = 0, "", clients, set(present), None
-        self._grid = FixedPoint.choose(settings, len(clients), largest_weight)
-        self._plan = Plan.choose(len(clients), present, settings.threshold, key / "neighbors")
+        self._grid = FixedPoint(settings, len(clients), largest_weight)
+        self._plan = Plan(len(clients), present, settings.threshold, key / "neighbors")
         self._clients = {c: MaskingClient(c, key / "client" / c, self._plan.least) for c in present}
         for owner, holders in self._plan.holders.items():
             shares = self._clients[owner].share(len(holders), self._plan.needed)
@@ -326,27 +269,15 @@ class SecureAggregator(Aggregator):
         self._server = MaskedSum(self._plan, self._public_keys)
 
     def add(self, client: int, contribution: Any) -> None:
-        """Mask a contribution and add it.
-
-        Raises:
-            TaskError: if a part of it must be seen by itself.
-            TreeError: if it holds what cannot be added, or does not have the form of those before.
-            ValueError: if the client takes no part in the round, has replied or was skipped.
-        """
+        """Mask a contribution and add it; TaskError for an Each, TreeError for a form unlike those before."""
         if client not in self._missing:
             raise ValueError(f"client {client} takes no part in the round, has replied or was skipped")
         try:
             aligned = _aligned(contribution if self._like is None else self._like, contribution)
         except (TaskError, tree.TreeError) as error:
-            raise type(error)(
-                f"secure sums cannot add the contribution of client {client}: {error}"
-            ) from error
+            raise type(error)(f"secure sums cannot take the reply of client {client}: {error}") from error
         if self._like is None:
-            # the form alone
-            self._like = map_leaves(
-                lambda _, leaf: type(leaf)(tree.map(lambda t: t.new_zeros(()).expand(t.shape), leaf.value)),
-                contribution,
-            )
+            self._like = map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
         vector, clipped = self._grid.encode(aligned)
         neighbors = {c: self._public_keys[c] for c in self._plan.holders[client] if c != client}
         self._server.add(client, self._clients[client].mask(vector, neighbors))
@@ -359,17 +290,11 @@ class SecureAggregator(Aggregator):
         self._missing.discard(client)
 
     def finish(self) -> Any:
-        """The total, or None and a ``reason`` if the masks cannot be removed; ValueError if a client is missing."""
+        """The total, or None and a ``reason`` if too few replied; ValueError if a client is missing."""
         if self._missing:
-            raise ValueError(
-                f"the round is not over: {sorted(self._missing)} neither replied nor were skipped"
-            )
-        try:
-            revealed = [self._clients[c].reveal(self._server.replied) for c in self.contributed]
-            return self._grid.decode(self._server.unmask(revealed), self._like)
-        except TooFewRepliesError as error:
-            self.contributed, self.reason = (
-                [],
-                f"secure sums give nothing in this round: {error} (secure.threshold)",
-            )
+            raise ValueError(f"clients {sorted(self._missing)} neither replied nor were skipped")
+        total = self._server.unmask([self._clients[c].reveal(self._server.replied) for c in self.contributed])
+        if isinstance(total, str):
+            self.contributed, self.reason = [], f"this round's secure sum is lost: {total} (secure.threshold)"
             return None
+        return self._grid.decode(total, self._like)
