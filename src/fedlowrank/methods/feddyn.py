@@ -22,8 +22,7 @@ where it is the inverse of the proximal step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
