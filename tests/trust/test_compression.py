@@ -19,11 +19,7 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params, TreeError
 from fedlowrank.trust.compression import (
-    BFloat16,
     Compressed,
-    Int8,
-    LowRank,
-    TopK,
     compress,
     decompress,
     is_unbiased,
@@ -31,6 +27,7 @@ from fedlowrank.trust.compression import (
     stage_bytes,
     with_feedback,
 )
+from fedlowrank.trust.stages import BFloat16, Int8, LowRank, TopK
 
 KEY = Key((0, "compression"))
 TEXTS = [
@@ -569,7 +566,7 @@ FEW, MANY = "top_k:0.02", "top_k:0.5"
         ("", with_values(v=torch.full((5,), NAN))),
         ("bfloat16", with_values(v=torch.full((5,), INF, dtype=torch.bfloat16))),
         ("int8", positions(put(0, NAN))),
-        ("int8", positions(put(11, -INF))),
+        ("int8", positions(put(7, -INF))),
         # finite, but not times a level of 127
         ("int8", positions(lambda t: t.fill_(3e38))),
         ("int8", positions(lambda t: t[:-1])),
@@ -619,7 +616,8 @@ def test_every_honest_number_of_int8_is_accepted_and_decoded_in_bounds() -> None
     message = compress((Int8(),), update, KEY)
     lowest = replace(message, values={"m": torch.full((11, 7), -128, dtype=torch.int8)})
     got = decompress((Int8(),), lowest, update)["m"]
-    assert torch.equal(got, -128 * message.sides[0][:, None].expand(11, 7))
+    # a scale for each slice along the shorter dimension
+    assert torch.equal(got, -128 * message.sides[0][None, :].expand(11, 7))
 
 
 def test_scales_of_rows_without_entries_must_be_finite() -> None:

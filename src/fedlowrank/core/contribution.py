@@ -38,9 +38,11 @@ class Sum:
 
     Attributes:
         value: a tree of tensors.
+        counts: it counts, such as the weights of a cluster's members: no rule replaces the sum.
     """
 
     value: Any
+    counts: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
         found: dict[str, Any] = {
             "factors": Mean({name: zero_pad_pair(p, top) for name, p in unit.items()}, weight),
-            "reached": Sum(reached),
+            "reached": Sum(reached, counts=True),
             "rest": Mean(upload.rest, n),
         }
         pruned = Each(None if rank == self.tuning.rank_of(client) else rank)

@@ -198,6 +198,8 @@ def reweighted(contribution: Any, weight: float, count: int) -> Any:
             return Mean(leaf.value, weight if leaf.weight > 0 else 0.0)
         if isinstance(leaf, Each):
             raise TaskError(f"the replies at {path or 'its top'} are seen one by one and have no weights")
+        if leaf.counts:
+            return leaf
         return Sum(tree.map(lambda t: _times(t, count * weight), leaf.value))
 
     return map_leaves(change, contribution)

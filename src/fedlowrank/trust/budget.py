@@ -49,6 +49,8 @@ class Budget:
             self.noise = local_noise_for(float(limit or 0), delta, times, accountant)
         else:
             self.noise = noise_for(float(limit or 0), delta, rounds, sampling, accountant)
+        # refuses an accountant that has no bound for these draws
+        self.epsilon_of(0)
         if limit is None:
             return
         if (one := self.epsilon_of(1)) > limit:
@@ -57,7 +59,9 @@ class Budget:
                 f"{self.noise:g}. Raise either"
             )
         if self.is_local:
-            self.most = next(t for t in range(rounds, 0, -1) if t == 1 or self.epsilon_of(t) <= limit)
+            # two clipped updates of a client differ by up to 2C
+            everyone = Sampling("all", 1)
+            self.most = rounds_within(limit, self.noise / 2, delta, everyone, accountant, rounds)
         else:
             self.most = rounds_within(limit, self.noise, delta, sampling, accountant, rounds)
 

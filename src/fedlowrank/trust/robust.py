@@ -176,13 +176,14 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
     Args:
         trees: of floating-point tensors.
         weights: one for each tree, at least 0; a tree with weight 0 is left out and is no reply.
-        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end.
+        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end, of few trees
+            as many as leave one.
         hostile: share of the trees that may be hostile.
         scale: factor of the result.
 
     Raises:
         TreeError: if forms differ, a tensor holds integers or booleans, or weights are negative or all 0.
-        TaskError, ConfigError: if there are too few trees for the rule, or it is unknown.
+        ConfigError: if the rule is unknown.
     """
     _check_rule(rule)
     for value, weight in zip(trees, weights, strict=True):
@@ -190,7 +191,8 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
     kept = [value for value, weight in zip(trees, weights, strict=True) if weight > 0]
     if not kept:
         raise tree.TreeError(f"a robust mean needs a weight above 0; there were {len(trees)} trees")
-    shares, trim = torch.tensor([w for w in weights if w > 0], dtype=REAL), hostile_count(hostile, len(kept))
+    shares = torch.tensor([w for w in weights if w > 0], dtype=REAL)
+    trim = min(hostile_count(hostile, len(kept)), (len(kept) - 1) // 2)
 
     def apply(values: Tensor, w: Tensor) -> Tensor:
         return scale * (coordinate_median(values, w) if rule == "median" else trimmed_mean(values, w, trim))
@@ -202,7 +204,7 @@ class RobustAggregator(Aggregator):
     """Reduces the contributions of a round by a coordinate rule.
 
     A ``Mean`` becomes the :func:`robust_mean` of its values, a ``Sum`` the number of clients times that with
-    equal weights. All values wait in memory until :meth:`finish`: one contribution a client.
+    equal weights, unless it counts. All values wait in memory until :meth:`finish`: one contribution a client.
 
     Args:
         clients: identifiers of the clients that take part, in the order of reduction.
@@ -214,6 +216,7 @@ class RobustAggregator(Aggregator):
         super().__init__(clients)
         _check_rule(rule)
         self._rule, self._hostile = rule, hostile
+        self._counts: set[str] = set()
 
     def _add(self, path: str, leaf: Mean | Sum | Each, client: int) -> None:
         if isinstance(leaf, Each):
@@ -225,11 +228,15 @@ class RobustAggregator(Aggregator):
         weight = leaf.weight if isinstance(leaf, Mean) else 1.0
         _check_leaf(known[self.contributed[0]][0] if self.contributed else leaf.value, leaf.value, weight)
         known[client] = leaf.value, weight
+        if isinstance(leaf, Sum) and leaf.counts:
+            self._counts.add(path)
 
     def _value(self, path: str, kind: type) -> Any:
         # a client that was refused at a later leaf did not contribute
         given = [self._totals[path][client] for client in self.contributed]
         values, weights = [value for value, _ in given], [weight for _, weight in given]
+        if path in self._counts:
+            return tree.map(lambda *ts: torch.stack(ts).sum(0), values[0], *values[1:])
         scale = len(given) if kind is Sum else 1.0
         return robust_mean(values, weights, self._rule, self._hostile, scale) if any(weights) else None
 

@@ -150,7 +150,7 @@ def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
 
     return {
         "means": [Mean(part(c), w) for c, w in enumerate(weights)],
-        "weights": Sum(torch.tensor(weights, dtype=torch.float64)),
+        "weights": Sum(torch.tensor(weights, dtype=torch.float64), counts=True),
     }
 
 
