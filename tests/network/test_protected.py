@@ -1,0 +1,143 @@
+"""Clipped, compressed and private updates over a network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.network.messages import Answer, Order, Registration
+from fedlowrank.network.transport import Message
+
+from .local import LocalTransport, agrees, lossy, lost, on_orders, ran, small, truth
+
+PRIVATE: dict[str, Any] = {
+    "privacy": {"kind": "central", "noise": 1.0, "delta": 1e-3},
+    "clipping": {"norm": 0.1},
+}
+LOCAL: dict[str, Any] = {"privacy": {"kind": "local", "noise": 4.0, "delta": 1e-3}, "clipping": {"norm": 0.1}}
+
+
+def vector(value: Any) -> np.ndarray:
+    return np.concatenate([t.double().numpy().ravel() for t in tree.tensors(value)])
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedlora", "fedhl", "fedslr"])
+def test_compressed_runs_are_the_sequential_ones_bit_for_bit(method: str, tmp_path: Path) -> None:
+    made = small(
+        method, rounds=3, run={"compression": {"uplink": "top_k:0.3 + int8"}, "clipping": {"norm": 0.5}}
+    )
+    carrier, result = ran(made, tmp_path)
+    assert agrees(result, carrier, made) == set()
+
+
+def test_what_compression_lost_survives_a_lost_reply(tmp_path: Path) -> None:
+    """A client whose reply was lost builds on the state of before: its residual is the acknowledged one."""
+    made = small("fedavg", rounds=4, run={"compression": {"uplink": "top_k:0.2"}})
+    carrier, result = ran(made, tmp_path, lossy({2: {0}, 3: {0, 1}}))
+    assert lost(result) == [set(), {0}, {0, 1}, set()]
+    agrees(result, carrier, made)
+
+
+def test_a_robust_rule_holds_over_a_network(tmp_path: Path) -> None:
+    for rule in ("median", "multi_krum", "norm_bound"):
+        made = small("fedavg", 5, rounds=2, run={"robust": {"rule": rule}})
+        carrier, result = ran(made, tmp_path / rule)
+        assert agrees(result, carrier, made) == set()
+
+
+def test_private_clients_send_neither_sizes_nor_losses_nor_evaluations(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=2, run=PRIVATE)
+    answers: list[Answer] = []
+
+    def watch(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+        found = carrier.answered(message)
+        answers.append(Answer.from_json(found.header))
+        return [found]
+
+    carrier, result = ran(made, tmp_path, on_orders(watch))
+    assert len(answers) >= 6
+    for answer in answers:
+        assert (answer.steps, answer.flops, answer.losses, answer.evaluation) == (0, 0, {}, None)
+    assert all(info.examples == 1 for info in result.run.federation.infos)
+    assert all(r.accuracy is None and not r.loss and not r.steps for r in result.rounds)
+    for client in carrier.folders.values():
+        header, _ = _runtime(client).registration()
+        assert isinstance(header, Registration)
+        assert (header.examples, header.sizes) == (1, (0, 0))
+
+
+def _runtime(folder: Path) -> Any:
+    from fedlowrank.network.client import ClientRuntime
+
+    return ClientRuntime(folder)
+
+
+def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
+    """Two runs of one experiment differ, by about the noise that the settings say."""
+    made = small("fedavg", rounds=1, run=PRIVATE)
+    ends = [vector(ran(made, tmp_path / name)[1].run.state.server) for name in ("one", "two")]
+    seeded = vector(truth(made, ran(made, tmp_path / "three")[1].rounds)[0].state.server)
+    deviation = np.sqrt(2) * 0.1 / 3
+    for a, b in ((ends[0], ends[1]), (ends[0], seeded)):
+        assert np.std(a - b) == pytest.approx(deviation, rel=0.3)
+
+
+def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
+    privacy = {**LOCAL["privacy"], "epsilon": 3.6}
+    made = small(
+        "fedavg",
+        rounds=6,
+        run={**LOCAL, "privacy": privacy, "participation": 1.0},
+        network={"min_replies": 0},
+    )
+    carrier, result = ran(made, tmp_path)
+    most = result.run.budget.most  # type: ignore[union-attr]
+    assert 1 <= most < 6
+    assert result.run.round == most
+    for node, folder in carrier.folders.items():
+        lines = [json.loads(line) for line in (folder / "privacy.jsonl").read_text().splitlines()]
+        assert [line["clients"] for line in lines] == [[node - 100]] * most
+    # a server that asks for more is refused
+    order = Order(result.run.engine.account.run, most, most, True, False)  # type: ignore[attr-defined]
+    down = tree.encode(result.run.method.download(result.run.state.server, result.run.federation.infos[0]))
+    answer, payload = _runtime(carrier.folders[100]).answer(order, down)
+    assert not payload
+    assert "privacy budget" in answer.problem
+
+
+def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=1, run=LOCAL)
+    seen: list[bytes] = []
+
+    def twice(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+        first, second = carrier.answered(message), carrier.answered(message)
+        if Order.from_json(message.header).train:
+            seen.extend([first.payload, second.payload])
+        return [second]
+
+    carrier, _ = ran(made, tmp_path, on_orders(twice))
+    assert len(seen) == 6
+    assert all(a == b for a, b in zip(seen[::2], seen[1::2], strict=True))
+    for folder in carrier.folders.values():
+        assert len((folder / "privacy.jsonl").read_text().splitlines()) == 1
+
+
+def test_attacks_and_secure_sums_are_for_simulations(tmp_path: Path) -> None:
+    for settings in ({"attack": {"kind": "sign_flip"}}, {"secure": {"on": True}}):
+        with pytest.raises(ConfigError, match="simulations"):
+            ran(small("fedavg", run=settings), tmp_path / next(iter(settings)))
+
+
+def test_server_and_clients_must_agree_on_the_protection(tmp_path: Path) -> None:
+    from .local import local, served
+
+    made, other = small("fedavg", run=PRIVATE), small("fedavg", run={**PRIVATE, "clipping": {"norm": 9.0}})
+    carrier = local(made, tmp_path)
+    with pytest.raises(Exception, match=r"run|clipping"):
+        served(carrier, other.overlay({"network": {"wait": 1.0}}), tmp_path / "run")
