@@ -1,0 +1,254 @@
+"""Attacks and rules in whole runs, against numpy on the updates of the clients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank.core import tree
+from fedlowrank.core.errors import TaskError
+from fedlowrank.core.method import Method
+from fedlowrank.core.optimizer import SGD
+from fedlowrank.engines.base import ClientJob
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.trust.settings import Attack, Compression, Robust, SecureSums
+from methods.setting import alike
+
+METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
+CLIENTS = [
+    {"train": (np.random.default_rng(i).normal(size=(12 + i, 12)).astype("float32"), np.arange(12 + i) % 4)}
+    for i in range(7)
+]
+
+
+def run_of(method: Method[Any, Any, Any, Any] = METHOD, rounds: int = 1, **settings: Any) -> Run:
+    return Run(method, alike(clients=CLIENTS), RunSettings(rounds=rounds, **settings), Sequential())
+
+
+def vector(value: Any) -> np.ndarray:
+    return np.concatenate([t.double().numpy().ravel() for t in tree.tensors(value)])
+
+
+def moved(**settings: Any) -> np.ndarray:
+    """How far the server moves in a round."""
+    run = run_of(**settings)
+    before = vector(run.state.server)
+    run.step()
+    return vector(run.state.server) - before
+
+
+def updates_of() -> np.ndarray:
+    """What each client changes, ``[clients, numbers]``."""
+    found = []
+    for i in range(len(CLIENTS)):
+        run = run_of()
+        start = vector(run.state.server)
+        run.step({str(j): "left out" for j in range(len(CLIENTS)) if j != i})
+        found.append(vector(run.state.server) - start)
+    return np.stack(found)
+
+
+@pytest.fixture(scope="module")
+def updates() -> np.ndarray:
+    return updates_of()
+
+
+WEIGHTS = np.array([12.0 + i for i in range(7)])
+
+
+def test_the_median_is_that_of_each_number(updates: np.ndarray) -> None:
+    uniform = dataclasses.replace(METHOD, weighting="uniform")
+    assert np.allclose(
+        moved(method=uniform, robust=Robust("median")), np.median(updates, 0), rtol=0, atol=1e-12
+    )
+
+
+def test_the_trimmed_mean_leaves_out_two_at_either_end(updates: np.ndarray) -> None:
+    uniform = dataclasses.replace(METHOD, weighting="uniform")
+    expected = np.sort(updates, 0)[2:-2].mean(0)
+    assert np.allclose(
+        moved(method=uniform, robust=Robust("trimmed_mean", 0.2)), expected, rtol=0, atol=1e-12
+    )
+
+
+def test_updates_are_bounded_by_the_median_norm(updates: np.ndarray) -> None:
+    norms = np.linalg.norm(updates, axis=1)
+    bounded = updates * np.minimum(1, np.median(norms) / norms)[:, None]
+    expected = np.average(bounded, 0, weights=WEIGHTS)
+    assert np.allclose(moved(robust=Robust("norm_bound")), expected, rtol=0, atol=1e-12)
+    assert not np.allclose(np.average(updates, 0, weights=WEIGHTS), expected, atol=1e-4)
+
+
+def test_the_geometric_median_weighs_replies(updates: np.ndarray) -> None:
+    share = WEIGHTS / WEIGHTS.sum()
+    z, beta = share @ updates, share
+    for _ in range(10):
+        beta = share / np.maximum(1e-6, np.linalg.norm(updates - z, axis=1))
+        beta = beta / beta.sum()
+        z = beta @ updates
+    run = run_of(robust=Robust("geometric_median"))
+    before = vector(run.state.server)
+    record = run.step()
+    assert np.allclose(vector(run.state.server) - before, z, rtol=0, atol=1e-9)
+    assert np.allclose(list(record.observed["weight"].values()), beta, rtol=1e-5)
+
+
+def test_krum_takes_the_reply_nearest_to_others(updates: np.ndarray) -> None:
+    square = ((updates[:, None] - updates[None]) ** 2).sum(-1)
+    scores = np.sort(square, 1)[:, 1 : 7 - 2 - 2 + 1].sum(1)
+    record = (run := run_of(robust=Robust("krum", 0.2))).step()
+    assert [int(i) for i, w in record.observed["weight"].items() if w] == [int(scores.argmin())]
+    start = vector(run_of().state.server)
+    assert np.allclose(vector(run.state.server) - start, updates[scores.argmin()], rtol=0, atol=1e-12)
+    several = moved(robust=Robust("multi_krum", 0.2))
+    best = np.argsort(scores)[:5]
+    assert np.allclose(several, np.average(updates[best], 0, weights=WEIGHTS[best]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("sign_flip", -1.0), ("scaled", 10.0)])
+def test_hostile_clients_send_another_update(kind: Any, factor: float, updates: np.ndarray) -> None:
+    run = run_of(attack=Attack(kind, share=0.3))
+    assert len(run.hostile) == 2
+    sent = updates.copy()
+    sent[sorted(run.hostile)] *= factor
+    expected = np.average(sent, 0, weights=WEIGHTS)
+    assert np.allclose(moved(attack=Attack(kind, share=0.3)), expected, rtol=0, atol=1e-9)
+    assert [row["hostile"] for row in run.clients()] == [i in run.hostile for i in range(7)]
+
+
+def test_an_attack_acts_on_what_the_server_decodes(updates: np.ndarray) -> None:
+    """A compressed update is attacked as it arrives, whatever its form on the way."""
+    settings: dict[str, Any] = {
+        "compression": Compression("bfloat16"),
+        "attack": Attack("sign_flip", share=0.3),
+    }
+    run = run_of(**settings)
+    start = vector(run.state.server.inner)
+    run.step()
+    sent = updates.copy()
+    sent[sorted(run.hostile)] *= -1
+    found = vector(run.state.server.inner) - start
+    assert np.allclose(found, np.average(sent, 0, weights=WEIGHTS), rtol=0, atol=2e-2 * np.abs(updates).max())
+
+
+def test_a_rule_undoes_what_an_attack_does_to_the_mean(updates: np.ndarray) -> None:
+    honest = np.linalg.norm(np.average(updates, 0, weights=WEIGHTS))
+    attack = Attack("scaled", share=0.28, strength=1e4)
+    assert np.linalg.norm(moved(attack=attack)) > 100 * honest
+    for rule in ("median", "trimmed_mean", "norm_bound", "krum", "multi_krum"):
+        assert np.linalg.norm(moved(attack=attack, robust=Robust(rule, 0.28))) < 3 * honest, rule
+
+
+def test_a_lie_about_the_number_of_examples_counts_at_most_ten_times() -> None:
+    lying = run_of(attack=Attack("examples", share=0.3))
+    assert {lying.federation.infos[i].examples for i in lying.hostile} == {
+        100 * (12 + i) for i in lying.hostile
+    }
+    guarded = run_of(attack=Attack("examples", share=0.3), robust=Robust("median"))
+    claimed = [i.examples for i in lying.federation.infos]
+    assert max(i.examples for i in guarded.federation.infos) == 10 * int(np.median(claimed))
+
+
+def test_replies_that_were_lost_are_not_judged() -> None:
+    run = run_of(robust=Robust("multi_krum", 0.1))
+    record = run.step({"3": "it was lost"})
+    assert record.observed["weight"].keys() == {"0", "1", "2", "4", "5", "6"}
+    assert record.lost == {"3": "it was lost"}
+
+
+def test_too_few_replies_for_krum_are_named() -> None:
+    with pytest.raises(TaskError, match=r"2 ?f \+ 3"):
+        run_of(robust=Robust("krum", 0.45)).step()
+
+
+def test_clusters_of_a_minority_are_not_emptied_by_the_median() -> None:
+    """Weights of clusters are counted, so that a model which two of seven clients chose still learns."""
+
+    def learnt(**settings: Any) -> list[bool]:
+        run = run_of(METHODS["ifca"](batch_size=8, optimizer=SGD(lr=0.1), clusters=2), **settings)
+        before = run.state.server
+        run.step()
+        changes = [new - before[name] for name, new in run.state.server.items()]
+        return [any(bool(change[c].any()) for change in changes) for c in range(2)]
+
+    assert learnt() == learnt(robust=Robust("median")) == learnt(robust=Robust("trimmed_mean"))
+
+
+def test_effective_updates_are_compared_whatever_the_gauge_of_the_factors() -> None:
+    """Krum's choice among LoRA replies is that by their dense products."""
+    method = METHODS["fedhl"](batch_size=8, optimizer=SGD(lr=0.1))
+    run = run_of(method, robust=Robust("krum", 0.2))
+    inspection = run.inspection
+    assert inspection is not None
+    server, infos = run.state.server, run.federation.infos
+    jobs = [ClientJob(run.state_of(i), run.method.download(server, i), i) for i in infos]
+    uploads = {
+        i.id: r.upload
+        for i, r in zip(infos, run.engine.run(run.method, run.federation, run.task, 0, jobs), strict=True)
+    }
+    dense = []
+    for i in infos:
+        base, up = jobs[i.id].down.message, uploads[i.id]
+        scale = run.method.product_scale(run.task, i)
+        own = [scale * (up.factors[n].dense() - base.factors[n].dense()) for n in up.factors]
+        own += [up.rest[n] - base.rest[n] for n in up.rest]
+        dense.append(vector(own))
+    square = ((np.stack(dense)[:, None] - np.stack(dense)[None]) ** 2).sum(-1)
+    scores = np.sort(square, 1)[:, 1:4].sum(1)
+    # another gauge of the same product changes nothing
+    turned = {
+        i: dataclasses.replace(
+            u, factors={n: dataclasses.replace(p, b=p.b * 8.0, a=p.a / 8.0) for n, p in u.factors.items()}
+        )
+        for i, u in uploads.items()
+    }
+    for form in (uploads, turned):
+        used, _ = inspection.judge(form, server, run.federation.key)
+        assert list(used) == [int(scores.argmin())]
+
+
+def test_secure_sums_are_the_plain_ones_to_their_grid() -> None:
+    plain, masked = run_of(rounds=3), run_of(rounds=3, secure=SecureSums(on=True))
+    for _ in range(3):
+        plain.step()
+        masked.step()
+    step = 2 * 8.0 / 2**22
+    assert np.abs(vector(masked.state.server) - vector(plain.state.server)).max() < 6 * step
+    assert not tree.equal(masked.state.server, plain.state.server)
+
+
+def test_a_round_below_the_threshold_gives_nothing_and_keeps_no_state() -> None:
+    run = run_of(METHODS["scaffold"](batch_size=8), secure=SecureSums(on=True, threshold=0.9))
+    before = run.state
+    record = run.step({"0": "it was lost", "5": "it was lost"})
+    assert tree.equal(run.state.server, before.server)
+    assert len(run.state.clients) == 0
+    assert len(record.lost) == 7
+
+
+def test_what_a_method_cannot_do_is_said_before_training() -> None:
+    for name, settings, named in (
+        ("fedhl", {"robust": Robust("median")}, "single replies"),
+        ("fedhl", {"secure": SecureSums(on=True)}, "single replies"),
+        ("fedkd", {"compression": Compression("int8")}, "compresses"),
+    ):
+        with pytest.raises(TaskError, match=named):
+            run_of(METHODS[name](), **settings)
+
+
+def test_bits_are_those_of_before_where_nothing_is_asked_for() -> None:
+    """Stages that are off are absent: nothing wraps the method, and no upload waits for others."""
+    run = run_of()
+    assert run.method is METHOD
+    assert run.inspection is None
+    assert run.budget is None
+    assert not isinstance(run.state.server, torch.Tensor)
+    assert "weight" not in run.step().observed
