@@ -1,12 +1,14 @@
-"""Accuracy against ε of FedAvg, pFedLoRA and Standalone on MNIST, 1,000 clients with 60 images each, client-level central DP.
+"""Accuracy against ε of FedAvg, pFedLoRA and Standalone on MNIST: 1,000 clients, central privacy of clients.
 
-    python benchmarks/privacy.py [--data data/mnist] [--results privacy.jsonl] [--seeds 3] [--figure privacy.svg]
+    python benchmarks/privacy.py [--data data/mnist] [--results privacy.jsonl] [--figure privacy.svg]
+    python benchmarks/privacy.py --partition dirichlet --epsilons 1,inf
     python benchmarks/privacy.py --check
 
-Each client has 60 of the 60,000 training images and 20 test images of the official test part in the mixture of its
-classes. Clients are sampled by Poisson sampling with q = 0.1; the noise multiplier σ follows from ε, δ = 1e-4 and the number
-of rounds. The clipping norm C is the median norm of the updates of the first round, before any noise, of the same seed and
-method; ε = inf clips, too, and adds no noise. A run that is in the file of results is not repeated.
+Each client has 60 of the 60,000 training images and 20 images of the official test part in the mixture of its
+classes. Clients are drawn by Poisson sampling with q = 0.1; the noise multiplier σ follows from ε, δ = 1e-4
+and the number of rounds. The clipping norm C is the median norm of the updates of the first round, before any
+noise, of the same seed and method; ε = inf clips, too, and adds no noise. A run that is in the file of results
+is not repeated.
 
 ``--check`` compares one private round of FedAvg with the same round computed by numpy.
 """
@@ -44,7 +46,9 @@ from fedlowrank.trust.updates import update_of
 CLIENTS, RATE, ROUNDS, DELTA = 1000, 0.1, 50, 1e-4
 BATCH, LR, WIDTH = 20, 0.2, 8
 EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
-TITLES = {"fedavg": "FedAvg", "pfedlora": "pFedLoRA", "standalone": "Standalone"}
+TITLES = {"fedavg": "FedAvg", "pfedlora": "pFedLoRA"}
+PASSES = {"standalone": 1, "standalone 10": 10}
+"""Epochs a round of clients that train alone; more passes cost no privacy."""
 
 
 def model() -> MLP:
@@ -63,7 +67,8 @@ def federation(data: Dataset, seed: int, partition: str = "iid") -> Federation:
 def method_of(name: str) -> Any:
     """The method with the settings of all runs."""
     more = {"width": WIDTH} if name == "pfedlora" else {}
-    return METHODS[name](batch_size=BATCH, optimizer=SGD(lr=LR), **more)
+    epochs = PASSES.get(name, 1)
+    return METHODS[name.split()[0]](epochs=epochs, batch_size=BATCH, optimizer=SGD(lr=LR), **more)
 
 
 def protocol(**more: Any) -> dict[str, Any]:
@@ -119,7 +124,7 @@ def server_accuracy(run: Run, data: Dataset) -> float:
 def measure(data: Dataset, fed: Federation, name: str, epsilon: float, clip: float) -> dict[str, Any]:
     """One run as a row of results."""
     settings: dict[str, Any] = {}
-    if name != "standalone":
+    if name not in PASSES:
         settings["clipping"] = Clipping(norm=clip)
         if epsilon < math.inf:
             settings["privacy"] = Privacy("central", epsilon=epsilon, delta=DELTA)
@@ -129,7 +134,7 @@ def measure(data: Dataset, fed: Federation, name: str, epsilon: float, clip: flo
     row: dict[str, Any] = {"accuracy": result.mean_accuracy(), "cpu": seconds, "rounds": last.round}
     row |= last.observed.get("privacy", {})
     sent = tree.numel(inner(result.run.state.server, isinstance(result.run.method, Protected)))
-    row["parameters"] = 0 if name == "standalone" else sent
+    row["parameters"] = 0 if name in PASSES else sent
     if name == "pfedlora":
         row["adapter"] = adapter_accuracy(result.run)
     if name == "fedavg":
@@ -137,13 +142,14 @@ def measure(data: Dataset, fed: Federation, name: str, epsilon: float, clip: flo
     return row
 
 
-def planned(seeds: int) -> Iterator[tuple[int, str, float]]:
+def planned(seeds: int, epsilons: list[float]) -> Iterator[tuple[int, str, float]]:
     """Seed, method and ε of all runs; a whole seed before the next one."""
     for seed in range(seeds):
-        yield seed, "standalone", math.inf
-        for epsilon in EPSILONS[::-1]:
-            for name in ("fedavg", "pfedlora"):
+        for epsilon in epsilons[::-1]:
+            for name in TITLES:
                 yield seed, name, epsilon
+        for name in PASSES:
+            yield seed, name, math.inf
 
 
 def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -154,7 +160,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows = [row for row in rows if row["setting"] == setting]
     done = {(row["seed"], row["method"], float(row["of"])) for row in rows}
-    left = [run for run in planned(args.seeds) if run not in done]
+    left = [run for run in planned(args.seeds, args.epsilons) if run not in done]
     data = Mnist(str(args.data)).load() if left else None
     made: dict[int, Federation] = {}
     clips: dict[tuple[int, str], float] = {(row["seed"], row["method"]): row["clip"] for row in rows}
@@ -163,7 +169,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         if seed not in made:
             made = {seed: federation(data, seed, args.partition)}
         if (seed, name) not in clips:
-            norms = [0.0] if name == "standalone" else map(norm, first_updates(method_of(name), made[seed]))
+            norms = [0.0] if name in PASSES else map(norm, first_updates(method_of(name), made[seed]))
             clips[seed, name] = statistics.median(norms)
         row = {"setting": setting, "seed": seed, "method": name, "of": str(epsilon)}
         row["clip"] = clips[seed, name]
@@ -190,37 +196,35 @@ def cell(values: list[float]) -> str:
 
 
 HEAD = [
-    "| ε | σ | FedAvg | FedAvg, official test | pFedLoRA, own models | pFedLoRA, through the adapter | Standalone |",
-    "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    "| ε | σ | FedAvg | FedAvg, official test | pFedLoRA, own models | pFedLoRA, through the adapter |",
+    "| ---: | ---: | ---: | ---: | ---: | ---: |",
 ]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]], epsilons: list[float]) -> list[str]:
     """Accuracy by ε, and what is sent."""
 
     def of(name: str, epsilon: float, field: str = "accuracy") -> list[float]:
         return [r[field] for r in rows if r["method"] == name and float(r["of"]) == epsilon and field in r]
 
     lines = list(HEAD)
-    for epsilon in EPSILONS:
+    for epsilon in epsilons:
         noise = of("fedavg", epsilon, "noise")
-        cells = [f"{epsilon:g}".replace("inf", "∞"), f"{noise[0]:.2f}" if noise else "0"]
+        cells = [f"{epsilon:g}".replace("inf", "∞"), f"{noise[0]:.3f}" if noise else "0"]
         cells += [cell(of("fedavg", epsilon)), cell(of("fedavg", epsilon, "server"))]
         cells += [cell(of("pfedlora", epsilon)), cell(of("pfedlora", epsilon, "adapter"))]
-        cells.append(cell(of("standalone", math.inf)))
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "| method | parameters sent | C by seed | expected norm of the noise / C at ε = 1, 2, 4, 8 |",
-    ]
-    lines.append("| --- | ---: | ---: | ---: |")
-    for name in ("fedavg", "pfedlora"):
+    for name, passes in PASSES.items():
+        lines.append(f"Standalone, epochs a round {passes}: {cell(of(name, math.inf))}")
+    finite = [e for e in epsilons if e < math.inf]
+    lines += ["", "| method | parameters sent | C by seed | norm of the noise / qNC at each ε |"]
+    lines.append("| --- | ---: | --- | --- |")
+    for name, title in TITLES.items():
         found = [r for r in rows if r["method"] == name]
         clips = [f"{c:.3f}" for c in {r["seed"]: r["clip"] for r in found}.values()]
         count = found[0]["parameters"]
-        noises = [of(name, e, "noise")[0] for e in EPSILONS[:-1] if of(name, e, "noise")]
-        ratios = [f"{n * math.sqrt(count) / (RATE * CLIENTS):.2f}" for n in noises]
-        lines.append(f"| {TITLES[name]} | {count:,} | {', '.join(clips)} | {', '.join(ratios)} |")
+        ratios = [f"{of(name, e, 'noise')[0] * math.sqrt(count) / (RATE * CLIENTS):.2f}" for e in finite]
+        lines.append(f"| {title} | {count:,} | {', '.join(clips)} | {', '.join(ratios)} |")
     total = sum(r["cpu"] for r in rows)
     spent = {f"{r['epsilon']:.4f}" for r in rows if "epsilon" in r}
     lines += ["", f"{len(rows)} runs, {total / 60:.1f} CPU minutes; ε spent: {', '.join(sorted(spent))}"]
@@ -236,10 +240,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         ("pFedLoRA, own models", "pfedlora", "accuracy"),
         ("pFedLoRA, through the adapter", "pfedlora", "adapter"),
     )
+    alone = {"standalone": "Standalone", "standalone 10": "Standalone, 10 epochs a round"}
     places = range(len(EPSILONS))
     with style.drawing():
         figure, axes = style.new_figure(3.2)
-        styles = style.make_styles([title for title, _, _ in series] + ["Standalone"])
+        styles = style.make_styles([title for title, _, _ in series] + [*alone.values()])
         handles = []
         for shift, (title, name, field) in enumerate(series):
             values = [
@@ -253,13 +258,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     color=look.color, marker=look.marker, markersize=5, linewidth=1.4, capsize=2.5,
                 )
             )  # fmt: skip
-        alone = interval([r["accuracy"] for r in rows if r["method"] == "standalone"])
-        look = styles["Standalone"]
-        handles.append(axes.axhline(alone[0], color=look.color, linestyle="--", linewidth=1.4))
+        for name, title in alone.items():
+            mean, _ = interval([r["accuracy"] for r in rows if r["method"] == name])
+            look = styles[title]
+            dashes = "--" if name == "standalone" else ":"
+            handles.append(axes.axhline(mean, color=look.color, linestyle=dashes, linewidth=1.4))
         axes.set_xticks(list(places), [f"{e:g}".replace("inf", "∞") for e in EPSILONS])
         axes.set_xlabel("ε (δ = 1e-4)")
         axes.set_ylabel("mean test accuracy / %")
-        style.add_legend(figure, handles, [title for title, _, _ in series] + ["Standalone"])
+        style.add_legend(figure, handles, [title for title, _, _ in series] + [*alone.values()])
         path.write_text(style.to_svg(figure, path.stem))
 
 
@@ -289,8 +296,9 @@ def check(path: str) -> None:
         )
         said = stats.kstest(left / (noise * clip), "norm").pvalue if noise > 1e-3 else math.nan
         print(
-            f"σ = {noise:g}, C = {clip:.4f}, {len(updates)} clients for qN = {RATE * CLIENTS:g}: what is left of the "
-            f"sum has mean {left.mean():.2e}, standard deviation {left.std():.4e} (σC = {noise * clip:.4e}), "
+            f"σ = {noise:g}, C = {clip:.4f}, {len(updates)} clients for qN = {RATE * CLIENTS:g}: what is left "
+            f"of the sum has mean {left.mean():.2e}, standard deviation {left.std():.4e} "
+            f"(σC = {noise * clip:.4e}), "
             f"p = {said:.2f} of a Kolmogorov-Smirnov test against N(0, σ²C²), {len(left):,} numbers"
         )
 
@@ -304,15 +312,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("privacy.jsonl"), help="finished runs")
     parser.add_argument("--partition", choices=("iid", "dirichlet"), default="iid")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epsilons", default=",".join(f"{e:g}" for e in EPSILONS))
     parser.add_argument("--figure", type=Path, help="SVG file to draw")
     parser.add_argument("--check", action="store_true", help="compare one round with numpy instead")
     args = parser.parse_args()
+    args.epsilons = [float(e) for e in args.epsilons.split(",")]
     torch.set_num_threads(1)
     if args.check:
         check(str(args.data))
         return
     rows = measure_all(args)
-    print("\n".join(table(rows)))
+    print("\n".join(table(rows, args.epsilons)))
     if args.figure:
         draw(rows, args.figure)
 

@@ -1,13 +1,13 @@
-"""DP-FedAvg here and in pfl: the same clients, model, local SGD, clipping norm, noise multiplier and sampling rate, on MNIST.
+"""DP-FedAvg here and in pfl on MNIST: the same clients, model, local SGD, clipping norm, noise and sampling.
 
     pip install pfl                  # pfl 0.6 may live in an interpreter of its own
-    python benchmarks/private_peers.py --python PATH [--data data/mnist] [--results private_peers.jsonl] [--seeds 3]
+    python benchmarks/private_peers.py --python PATH [--data data/mnist] [--results private_peers.jsonl]
 
-Clients, C and σ are those of ``privacy.py`` at ε = 4 (by the accountant rdp). Compared are ε of the accountants, accuracy of
-the final model on the official test part, and CPU time a round. Every arm is a process on one thread; arms take turns round by
-round, in an order that rotates. Both simulators train the same clients in each round on the same order of examples; pfl gets
-its examples already in that order. Nothing is evaluated between rounds. A first run of a few rounds clips and adds no
-noise: there the final weights must be equal up to rounding.
+Clients, C and σ are those of ``privacy.py`` at ε = 4 (by the accountant rdp). Compared are ε of the accountants,
+accuracy of the final model on the official test part, and CPU time a round. Every arm is a process on one
+thread; arms take turns round by round, in an order that rotates. Both simulators train the same clients in each
+round on the same order of examples; pfl gets its examples already in that order. Nothing is evaluated between
+rounds. A first run of a few rounds clips and adds no noise: there the final weights must be equal up to rounding.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def here(engine: str, plan: Plan, clock: Clock, data: str) -> list[np.ndarray[An
 
 
 def pfl(plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
-    """pfl by its own loop, its Gaussian mechanism applied centrally."""
+    """Run pfl by its own loop, its Gaussian mechanism applied centrally."""
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
