@@ -7,8 +7,8 @@
 Each client has 60 of the 60,000 training images and 20 images of the official test part in the mixture of its
 classes. Clients are drawn by Poisson sampling with q = 0.1; the noise multiplier σ follows from ε, δ = 1e-4
 and the number of rounds. The clipping norm C is the median norm of the updates of the first round, before any
-noise, of the same seed and method; ε = inf clips, too, and adds no noise. A run that is in the file of results
-is not repeated.
+noise, of the same seed and method; ε = inf clips, too, and adds no noise. A run that is in the file of
+results is not repeated.
 
 ``--check`` compares one private round of FedAvg with the same round computed by numpy.
 """
@@ -45,7 +45,7 @@ from fedlowrank.trust.updates import update_of
 
 CLIENTS, RATE, ROUNDS, DELTA = 1000, 0.1, 50, 1e-4
 BATCH, LR, WIDTH = 20, 0.2, 8
-EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
+EPSILONS = (0.25, 1.0, 2.0, 4.0, 8.0, math.inf)
 TITLES = {"fedavg": "FedAvg", "pfedlora": "pFedLoRA"}
 PASSES = {"standalone": 1, "standalone 10": 10}
 """Epochs a round of clients that train alone; more passes cost no privacy."""
@@ -296,8 +296,8 @@ def check(path: str) -> None:
         )
         said = stats.kstest(left / (noise * clip), "norm").pvalue if noise > 1e-3 else math.nan
         print(
-            f"σ = {noise:g}, C = {clip:.4f}, {len(updates)} clients for qN = {RATE * CLIENTS:g}: what is left "
-            f"of the sum has mean {left.mean():.2e}, standard deviation {left.std():.4e} "
+            f"σ = {noise:g}, C = {clip:.4f}, {len(updates)} clients for qN = {RATE * CLIENTS:g}: "
+            f"what is left of the sum has mean {left.mean():.2e}, standard deviation {left.std():.4e} "
             f"(σC = {noise * clip:.4e}), "
             f"p = {said:.2f} of a Kolmogorov-Smirnov test against N(0, σ²C²), {len(left):,} numbers"
         )

@@ -3,11 +3,12 @@
     pip install pfl                  # pfl 0.6 may live in an interpreter of its own
     python benchmarks/private_peers.py --python PATH [--data data/mnist] [--results private_peers.jsonl]
 
-Clients, C and σ are those of ``privacy.py`` at ε = 4 (by the accountant rdp). Compared are ε of the accountants,
-accuracy of the final model on the official test part, and CPU time a round. Every arm is a process on one
-thread; arms take turns round by round, in an order that rotates. Both simulators train the same clients in each
-round on the same order of examples; pfl gets its examples already in that order. Nothing is evaluated between
-rounds. A first run of a few rounds clips and adds no noise: there the final weights must be equal up to rounding.
+Clients, C and σ are those of ``privacy.py`` at ε = 4 (by the accountant rdp). Compared are ε of the
+accountants, accuracy of the final model on the official test part, and CPU time a round. Every arm is a process
+on one thread; arms take turns round by round, in an order that rotates. Both simulators train the same clients
+in each round on the same order of examples; pfl gets its examples already in that order. Nothing is evaluated
+between rounds. A first run of a few rounds clips and adds no noise: there the final weights must be equal up to
+rounding. What is in the file of results is not repeated.
 """
 
 from __future__ import annotations
@@ -252,19 +253,19 @@ def accuracy(weights: list[np.ndarray[Any, Any]], x: np.ndarray[Any, Any], y: np
     return float(((hidden @ b.T + b_bias).argmax(-1) == y).mean())
 
 
-def compare(plan: Plan, args: argparse.Namespace, arms: tuple[str, ...]) -> tuple[Any, Any]:
+def compare(plan: Plan, args: argparse.Namespace) -> tuple[Any, Any]:
     """CPU milliseconds of every round, and final weights, by arm."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         np.savez(folder / "plan.npz", **plan)  # type: ignore[arg-type]
-        runners = [Runner(a, folder, args.python if a == "pfl" else sys.executable, args.data) for a in arms]
-        times: dict[str, list[float]] = {arm: [] for arm in arms}
+        runners = [Runner(a, folder, args.python if a == "pfl" else sys.executable, args.data) for a in ARMS]
+        times: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for t in range(len(plan["sizes"])):
             for runner in [*runners[t % len(runners) :], *runners[: t % len(runners)]]:
                 times[runner.arm].append(runner.round())
         for runner in runners:
             runner.close()
-        return times, {arm: list(np.load(folder / f"{arm}.npz").values()) for arm in arms}
+        return times, {arm: list(np.load(folder / f"{arm}.npz").values()) for arm in ARMS}
 
 
 def measure_all(args: argparse.Namespace) -> dict[str, Any]:
@@ -295,22 +296,22 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
         theirs = json.loads(said.splitlines()[-1])
         keep("accountants", noises=noises, here=mine, pfl=theirs)
     noise = noise_for(BUDGET, DELTA, ROUNDS, sampling, "rdp")
-    left = [(f"plain {PLAIN}", 0, PLAIN, 0.0, ("vectorized", "sequential", "pfl"))]
-    left += [(f"seed {seed}", seed, ROUNDS, noise, ARMS) for seed in range(args.seeds)]
+    left = [(f"plain {PLAIN}", 0, PLAIN, 0.0)]
+    left += [(f"seed {seed}", seed, ROUNDS, noise) for seed in range(args.seeds)]
     data = Mnist(args.data).load()
     assert data.test is not None
     x, y = data.test.inputs.numpy(), data.test.y.numpy()
-    for of, seed, rounds, sigma, arms in left:
+    for of, seed, rounds, sigma in left:
         if of in rows:
             continue
         fed = federation(data, seed)
         clip = statistics.median(map(norm, first_updates(method_of("fedavg"), fed)))
         plan = make_plan(fed, seed, rounds, clip, sigma)
-        times, weights = compare(plan, args, arms)
+        times, weights = compare(plan, args)
         largest = max(float(np.abs(w).max()) for w in weights["pfl"])
         pairs = {
             arm: max(float(np.abs(a - b).max()) for a, b in zip(weights[arm], weights["pfl"], strict=True))
-            for arm in arms
+            for arm in ARMS
         }
         keep(
             of,
