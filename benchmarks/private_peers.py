@@ -4,11 +4,11 @@
     python benchmarks/private_peers.py --python PATH [--data data/mnist] [--results private_peers.jsonl]
 
 Clients, C and σ are those of ``privacy.py`` at ε = 4 (by the accountant rdp). Compared are ε of the
-accountants, accuracy of the final model on the official test part, and CPU time a round. Every arm is a process
-on one thread; arms take turns round by round, in an order that rotates. Both simulators train the same clients
-in each round on the same order of examples; pfl gets its examples already in that order. Nothing is evaluated
-between rounds. A first run of a few rounds clips and adds no noise: there the final weights must be equal up to
-rounding. What is in the file of results is not repeated.
+accountants, accuracy of the final model on the official test part, and CPU time a round. Every arm is a
+process on one thread; arms take turns round by round, in an order that rotates. Both simulators train the
+same clients in each round on the same order of examples; pfl gets its examples already in that order.
+Nothing is evaluated between rounds. A first run of a few rounds clips and adds no noise: there the final
+weights must be equal up to rounding. What is in the file of results is not repeated.
 """
 
 from __future__ import annotations
