@@ -195,6 +195,11 @@ def cell(values: list[float]) -> str:
     return "{:.1f} ± {:.1f}".format(*interval(values)) if values else ""
 
 
+def differences(values: list[float], others: list[float]) -> str:
+    """Mean difference of runs with the same seed ± half-width, in points."""
+    return "{:+.2f} ± {:.2f}".format(*interval([a - b for a, b in zip(values, others, strict=True)]))
+
+
 HEAD = [
     "| ε | σ | FedAvg | FedAvg, official test | pFedLoRA, own models | pFedLoRA, through the adapter |",
     "| ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -225,6 +230,13 @@ def table(rows: list[dict[str, Any]], epsilons: list[float]) -> list[str]:
         count = found[0]["parameters"]
         ratios = [f"{of(name, e, 'noise')[0] * math.sqrt(count) / (RATE * CLIENTS):.2f}" for e in finite]
         lines.append(f"| {title} | {count:,} | {', '.join(clips)} | {', '.join(ratios)} |")
+    lines += ["", "differences in points within a seed, mean ± half of the 95 % interval:"]
+    for epsilon in finite:
+        for name, field in (("fedavg", "accuracy"), ("pfedlora", "accuracy"), ("pfedlora", "adapter")):
+            gaps = differences(of(name, epsilon, field), of(name, math.inf, field))
+            lines.append(f"{TITLES[name]}, {field}, ε = {epsilon:g} minus ∞: {gaps}")
+    gaps = differences(of("pfedlora", math.inf), of("standalone", math.inf))
+    lines.append(f"pFedLoRA, own models, ε = ∞, minus Standalone: {gaps}")
     total = sum(r["cpu"] for r in rows)
     spent = {f"{r['epsilon']:.4f}" for r in rows if "epsilon" in r}
     lines += ["", f"{len(rows)} runs, {total / 60:.1f} CPU minutes; ε spent: {', '.join(sorted(spent))}"]
@@ -232,7 +244,9 @@ def table(rows: list[dict[str, Any]], epsilons: list[float]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy against ε as SVG."""
+    """Draw accuracy against ε."""
+    import matplotlib
+
     from fedlowrank.report import style
 
     series = (
@@ -242,7 +256,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     )
     alone = {"standalone": "Standalone", "standalone 10": "Standalone, 10 epochs a round"}
     places = range(len(EPSILONS))
-    with style.drawing():
+    with style.drawing(), style.final_colors():
+        matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
         figure, axes = style.new_figure(3.2)
         styles = style.make_styles([title for title, _, _ in series] + [*alone.values()])
         handles = []
@@ -267,7 +282,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("ε (δ = 1e-4)")
         axes.set_ylabel("mean test accuracy / %")
         style.add_legend(figure, handles, [title for title, _, _ in series] + [*alone.values()])
-        path.write_text(style.to_svg(figure, path.stem))
+        # no date inside, so that equal results give equal files
+        figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def check(path: str) -> None:
