@@ -1,6 +1,6 @@
 """Accuracy against ε of FedAvg, pFedLoRA and Standalone on MNIST: 1,000 clients, central privacy of clients.
 
-    python benchmarks/privacy.py [--data data/mnist] [--results privacy.jsonl] [--figure privacy.svg]
+    python benchmarks/privacy.py [--data data/mnist] [--results runs/privacy.jsonl] [--figure privacy.svg]
     python benchmarks/privacy.py --partition dirichlet --epsilons 1,inf
     python benchmarks/privacy.py --check
 
@@ -175,6 +175,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         row["clip"] = clips[seed, name]
         row |= measure(data, made[seed], name, epsilon, row["clip"])
         rows.append(row)
+        args.results.parent.mkdir(parents=True, exist_ok=True)
         with args.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
@@ -325,7 +326,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, default=Path("data/mnist"), help="folder of the IDX files")
-    parser.add_argument("--results", type=Path, default=Path("privacy.jsonl"), help="finished runs")
+    parser.add_argument("--results", type=Path, default=Path("runs/privacy.jsonl"), help="finished runs")
     parser.add_argument("--partition", choices=("iid", "dirichlet"), default="iid")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epsilons", default=",".join(f"{e:g}" for e in EPSILONS))

@@ -1,7 +1,7 @@
 """DP-FedAvg here and in pfl on MNIST: the same clients, model, local SGD, clipping norm, noise and sampling.
 
     pip install pfl                  # pfl 0.6 may live in an interpreter of its own
-    python benchmarks/private_peers.py --python PATH [--data data/mnist] [--results private_peers.jsonl]
+    python benchmarks/private_peers.py --python PATH [--data data/mnist] [--results runs/private_peers.jsonl]
 
 Clients, C and σ are those of ``privacy.py`` at ε = 4 (by the accountant rdp). Compared are ε of the
 accountants, accuracy of the final model on the official test part, and CPU time a round. Every arm is a
@@ -280,6 +280,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
 
     def keep(of: str, **row: Any) -> None:
         rows[of] = {"of": of, **row}
+        args.results.parent.mkdir(parents=True, exist_ok=True)
         with args.results.open("a") as file:
             file.write(json.dumps(rows[of]) + "\n")
 
@@ -379,7 +380,9 @@ def main() -> None:
     )
     parser.add_argument("--python", default=sys.executable, help="interpreter that has pfl")
     parser.add_argument("--data", default="data/mnist", help="folder of the IDX files")
-    parser.add_argument("--results", type=Path, default=Path("private_peers.jsonl"), help="finished runs")
+    parser.add_argument(
+        "--results", type=Path, default=Path("runs/private_peers.jsonl"), help="finished runs"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--asked", help=argparse.SUPPRESS)
