@@ -77,7 +77,9 @@ def aggregate(method: Any, server: Any, replies: list[Reply], view: Any) -> tupl
         def contribution(client: ClientInfo) -> Any:
             return method.contribution(known[client.id].upload, client, server)
 
-        new, faulty = update_without_faulty(method, server, contribution, view)
+        new, faulty = update_without_faulty(
+            method, server, contribution, view, lambda clients: Aggregator([c.id for c in clients])
+        )
         if not faulty:
             raise
         return new, refused | faulty

@@ -83,7 +83,7 @@ def test_updates_are_bounded_by_the_median_norm(updates: np.ndarray) -> None:
     norms = np.linalg.norm(updates, axis=1)
     bounded = updates * np.minimum(1, np.median(norms) / norms)[:, None]
     expected = np.average(bounded, 0, weights=WEIGHTS)
-    assert np.allclose(moved(robust=Robust("norm_bound")), expected, rtol=0, atol=1e-12)
+    assert np.allclose(moved(robust=Robust("norm_bound", weights="examples")), expected, rtol=0, atol=1e-12)
     assert not np.allclose(np.average(updates, 0, weights=WEIGHTS), expected, atol=1e-4)
 
 
@@ -94,7 +94,7 @@ def test_the_geometric_median_weighs_replies(updates: np.ndarray) -> None:
         beta = share / np.maximum(1e-6, np.linalg.norm(updates - z, axis=1))
         beta = beta / beta.sum()
         z = beta @ updates
-    run = run_of(robust=Robust("geometric_median"))
+    run = run_of(robust=Robust("geometric_median", weights="examples"))
     before = vector(run.state.server)
     record = run.step()
     assert np.allclose(vector(run.state.server) - before, z, rtol=0, atol=1e-9)
@@ -108,7 +108,7 @@ def test_krum_takes_the_reply_nearest_to_others(updates: np.ndarray) -> None:
     assert [int(i) for i, w in record.observed["weight"].items() if w] == [int(scores.argmin())]
     start = vector(run_of().state.server)
     assert np.allclose(vector(run.state.server) - start, updates[scores.argmin()], rtol=0, atol=1e-12)
-    several = moved(robust=Robust("multi_krum", 0.2))
+    several = moved(robust=Robust("multi_krum", 0.2, weights="examples"))
     best = np.argsort(scores)[:5]
     assert np.allclose(several, np.average(updates[best], 0, weights=WEIGHTS[best]), rtol=0, atol=1e-12)
 
@@ -147,14 +147,47 @@ def test_a_rule_undoes_what_an_attack_does_to_the_mean(updates: np.ndarray) -> N
         assert np.linalg.norm(moved(attack=attack, robust=Robust(rule, 0.28))) < 3 * honest, rule
 
 
+def test_under_a_rule_every_client_counts_the_same(updates: np.ndarray) -> None:
+    expected = np.sort(updates, 0)[2:-2].mean(0)
+    assert np.allclose(moved(robust=Robust("trimmed_mean", 0.2)), expected, rtol=0, atol=1e-12)
+
+
 def test_a_lie_about_the_number_of_examples_counts_at_most_ten_times() -> None:
     lying = run_of(attack=Attack("examples", share=0.3))
     assert {lying.federation.infos[i].examples for i in lying.hostile} == {
         100 * (12 + i) for i in lying.hostile
     }
-    guarded = run_of(attack=Attack("examples", share=0.3), robust=Robust("median"))
     claimed = [i.examples for i in lying.federation.infos]
-    assert max(i.examples for i in guarded.federation.infos) == 10 * int(np.median(claimed))
+    for weights, most in (("examples", 10 * int(np.median(claimed))), ("equal", int(np.median(claimed)))):
+        guarded = run_of(attack=Attack("examples", share=0.3), robust=Robust("median", weights=weights))  # type: ignore[arg-type]
+        counts = [guarded.counted(i).examples for i in guarded.federation.infos]
+        assert max(counts) == most
+        assert (len(set(counts)) == 1) == (weights == "equal")
+
+
+def test_lies_do_not_carry_an_attack_through_a_rule(updates: np.ndarray) -> None:
+    """Hostile updates with claims a hundred times too high, against what the rule does without them."""
+    for rule in ("median", "geometric_median", "multi_krum"):
+        run = run_of(robust=Robust(rule, 0.28), attack=Attack("scaled", share=0.28, strength=1e3))
+        liars = [
+            dataclasses.replace(i, examples=100 * i.examples) if i.id in run.hostile else i
+            for i in run.federation.infos
+        ]
+        run.federation = dataclasses.replace(run.federation, infos=liars)
+        start = vector(run.state.server)
+        run.step()
+        assert np.linalg.norm(vector(run.state.server) - start) < 3 * np.linalg.norm(updates, axis=1).max(), (
+            rule
+        )
+
+
+def test_the_weights_of_clusters_stay_under_the_geometric_median() -> None:
+    """A method's own weights, such as pi of a mixture, are multiplied and not replaced."""
+    from fedlowrank.core.contribution import Mean
+    from fedlowrank.simulation.inspection import reweighted
+
+    found = reweighted({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
+    assert [found["a"].weight, found["b"].weight] == [27.0, 3.0]
 
 
 def test_replies_that_were_lost_are_not_judged() -> None:

@@ -90,6 +90,18 @@ def test_clipping_reaches_the_bound_on_the_line_to_the_reference(share: float) -
     assert 0 < flat[0] < 1
 
 
+@pytest.mark.parametrize("size", [0.05, 1.0, 100.0])
+def test_no_clipped_update_in_float32_is_longer_than_the_bound(size: float) -> None:
+    """Rounding a clipped upload must not carry it beyond: noise is scaled to the bound."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        reference = {"w": torch.from_numpy((size * rng.normal(size=500)).astype("float32"))}
+        upload = {"w": reference["w"] + torch.from_numpy(rng.normal(size=500).astype("float32"))}
+        clipped, _ = shrink(upload, reference, 1.0)
+        way = clipped["w"].double().numpy() - reference["w"].double().numpy()
+        assert 0.999 < np.linalg.norm(way) <= 1.0
+
+
 def test_clipping_only_b_would_do_another_thing() -> None:
     """The norm of all numbers that are sent is another one than that of the effective update."""
     upload, reference = lora_upload(1), lora_upload(2)

@@ -12,6 +12,7 @@ from ..core.method import ClientInfo, ServerView
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob
 from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluations
+from ..simulation.inspection import aggregator_of
 from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run
@@ -74,7 +75,7 @@ class NetworkRun(Run):
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """See the base class; a reply that the method cannot use is refused."""
         try:
-            return checked_contribution(self.method, upload, info, self.state.server)
+            return checked_contribution(self.method, upload, self.counted(info), self.state.server)
         except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 
@@ -84,11 +85,20 @@ class NetworkRun(Run):
         try:
             server = checked_update(self.method, before, total, view)
         except FAULTS:
+            if self.inspection is not None:
+                # what the rule made of each reply is gone
+                raise
 
             def contribution(client: ClientInfo) -> Any:
                 return self.method.contribution(self.engine.spool.get(client.id), client, before)
 
-            server, faulty = update_without_faulty(self.method, before, contribution, view)
+            server, faulty = update_without_faulty(
+                self.method,
+                before,
+                contribution,
+                view,
+                lambda clients: aggregator_of(self.settings, clients, self.federation, view.round),
+            )
             if not faulty:
                 raise
             for client, reason in faulty.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..trust.robust import (
 from ..trust.secure_sums import SecureAggregator
 from ..trust.settings import Trust
 from ..trust.updates import blocks, gram, norm, shrink, update_of, with_update
+from .preparation import counted
 from .round_results import Contribute, RoundResults
 from .settings import RunSettings
 
@@ -75,7 +77,7 @@ class Inspection:
 
         Returns:
             Decoded uploads of the clients that the rule did not leave out, and the weight of every reply: of
-            selection 0 or 1, of a bound on norms the factor of the update.
+            selection 0 or that of all who were selected, of a bound on norms the factor of the update.
 
         Raises:
             TaskError: if the rule cannot be applied to these uploads.
@@ -111,15 +113,18 @@ class Inspection:
         """
         used: dict[int, Any] = {}
         weights: dict[int, float] = {}
+        counts: dict[int, float] = {}
+        infos = {c.id: c for c in self.task.clients}
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
-            chosen, counts = self.judge(uploads, server, key)
+            chosen, found = self.judge(uploads, server, key)
             used.update(chosen)
-            weights.update(counts)
+            weights.update(found)
+            counts.update(zip(chosen, self._counts(infos, list(chosen)).tolist(), strict=True))
             return chosen
 
         def weighed(info: ClientInfo, upload: Any) -> Any:
-            return self.weighed(contribute(info, upload), weights[info.id], len(used))
+            return self.weighed(contribute(info, upload), weights[info.id] / counts[info.id], len(used))
 
         found.contribute_together(judge, weighed)
         if self.trust.robust.rule not in WEIGHING:
@@ -131,7 +136,7 @@ class Inspection:
 
         Args:
             contribution: of its upload.
-            weight: of the reply.
+            weight: of the reply, over that by which it counts already.
             count: replies that are used.
         """
         return (
@@ -157,12 +162,21 @@ class Inspection:
                     "Choose norm_bound."
                 ) from error
             if rule == "geometric_median":
-                examples = torch.tensor([float(infos[i].examples) for i in uploads], dtype=torch.float64)
-                found = geometric_median_weights(products, examples)
+                found = geometric_median_weights(products, self._counts(infos, list(uploads)))
             else:
                 hostile = hostile_count(self.trust.robust.hostile, n)
                 found = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
         return dict(zip(uploads, found.tolist(), strict=True))
+
+    def _counts(self, infos: Mapping[int, ClientInfo], clients: Sequence[int]) -> Tensor:
+        """By how much each client counts, float64 ``[n]``."""
+        if self.trust.robust.weights == "equal":
+            return torch.ones(len(clients), dtype=torch.float64)
+        usual = max(1, median_low(info.examples for info in self.task.clients))
+        robust = self.trust.robust
+        return torch.tensor(
+            [float(counted(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
+        )
 
     def _bounded(self, upload: Any, reference: Any, factor: float, info: ClientInfo) -> Any:
         if factor >= 1:
@@ -185,7 +199,7 @@ def aggregator_of(
 
 
 def reweighted(contribution: Any, weight: float, count: int) -> Any:
-    """A contribution whose means weigh ``weight``, and whose sums count ``count * weight`` times.
+    """A contribution whose means weigh ``weight`` times what they do, and whose sums count ``count * weight`` times.
 
     Args:
         contribution: of a client.
@@ -195,7 +209,7 @@ def reweighted(contribution: Any, weight: float, count: int) -> Any:
 
     def change(path: str, leaf: Any) -> Any:
         if isinstance(leaf, Mean):
-            return Mean(leaf.value, weight if leaf.weight > 0 else 0.0)
+            return Mean(leaf.value, leaf.weight * weight)
         if isinstance(leaf, Each):
             raise TaskError(f"the replies at {path or 'its top'} are seen one by one and have no weights")
         if leaf.counts:

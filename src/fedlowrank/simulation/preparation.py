@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from statistics import median_low
 
 from ..core.errors import DataError
+from ..core.method import ClientInfo
 from ..data.federation import Federation
 from ..trust.attacks import claimed_examples, hostile_clients, poison
-from ..trust.settings import Trust
+from ..trust.settings import Robust, Trust
 from .progress import tell
 from .settings import RunSettings
 
 MOST_EXAMPLES = 10
-"""Under a robust rule, a client counts by at most so many times the median number of examples: it may lie."""
+"""A client counts by at most so many times the median number of examples, where a rule weighs by examples."""
 
 
 def placed(federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell) -> Federation:
@@ -48,9 +48,18 @@ def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Fede
         for i in hostile:
             clients[i] = poison(clients[i], attack, len(federation.classes), federation.key / "poison" / i)
             infos[i] = dataclasses.replace(infos[i], examples=claimed_examples(infos[i].examples, attack))
-    if trust.robust.rule != "mean":
-        cap = MOST_EXAMPLES * median_low(i.examples for i in infos)
-        infos = [dataclasses.replace(i, examples=min(i.examples, cap)) for i in infos]
-    if trust.attack.kind == "none" and trust.robust.rule == "mean":
+    if attack.kind == "none":
         return hostile, federation
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
+
+
+def counted(client: ClientInfo, robust: Robust, usual: int) -> ClientInfo:
+    """A client with the number of examples by which it counts under a rule.
+
+    Args:
+        client: as it describes itself.
+        robust: the rule.
+        usual: the median number of examples.
+    """
+    most = usual if robust.weights == "equal" else min(client.examples, MOST_EXAMPLES * usual)
+    return dataclasses.replace(client, examples=most)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any, ClassVar
 
 from ..core import tree
@@ -26,7 +27,7 @@ from .evaluation import Evaluation, Evaluator
 from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
-from .preparation import attacked, placed
+from .preparation import attacked, counted, placed
 from .records import Accuracy, RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
@@ -119,6 +120,7 @@ class Run:
         self.evaluator = Evaluator(self.method, self.federation, self.task, engine)
         self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()
+        self._usual: tuple[Federation, int] | None = None
         self.evaluated = self._evaluated_clients()
         self.evaluate_every = settings.evaluate_every or 1
         # every client's state can be made: a method that does not fit says so now, not in round 7
@@ -258,7 +260,16 @@ class Run:
         Raises:
             RefusedError: if the server cannot use it; the round goes on without it.
         """
-        return self.method.contribution(upload, info, self.state.server)
+        return self.method.contribution(upload, self.counted(info), self.state.server)
+
+    def counted(self, info: ClientInfo) -> ClientInfo:
+        """A client with the number of examples by which it counts under the rule of the run."""
+        robust = self.trust.robust
+        if robust.rule == "mean":
+            return info
+        if self._usual is None or self._usual[0] is not self.federation:
+            self._usual = self.federation, max(1, median_low(i.examples for i in self.federation.infos))
+        return counted(info, robust, self._usual[1])
 
     def _server_step(self, found: RoundResults, t: int) -> Any:
         total = found.aggregator.finish()
@@ -271,7 +282,7 @@ class Run:
             total = self.method.without_replies(self.state.server)
         if total is None:
             return self.state.server
-        replied = [self.federation.infos[i] for i in found.aggregator.contributed]
+        replied = [self.counted(self.federation.infos[i]) for i in found.aggregator.contributed]
         return self.server_update(
             total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found
         )
@@ -352,7 +363,8 @@ class Run:
                 found = self.evaluation()
                 record = self._with_backdoor(record)
         metrics = {**record.observed, **self.method.metrics(self.state.server)}
-        if self.budget is not None:
+        # by privacy loss distributions, ε takes as long as a round of a small model
+        if self.budget is not None and (found is not None or self.trust.privacy.accountant == "rdp"):
             metrics["privacy"] = {"epsilon": self.budget.spent(), "noise": self.budget.noise}
         record = dataclasses.replace(
             record,

@@ -55,8 +55,9 @@ class Result:
         return found[series or next(iter(found))][split]
 
     def mean_accuracy(self, split: str = "test", series: str | None = None) -> float:
-        """Mean over the clients of :meth:`accuracy`."""
-        known = [a for a in self.accuracy(split, series) if a is not None]
+        """Mean over the clients of :meth:`accuracy`, hostile ones (``attack``) left out."""
+        hostile, found = self.run.hostile, self.accuracy(split, series)
+        known = [a for i, a in enumerate(found) if a is not None and i not in hostile]
         return sum(known) / len(known)
 
     def deploy(self, client: int, series: str | None = None, layout: Layout = "small") -> nn.Module:

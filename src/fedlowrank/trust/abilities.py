@@ -93,8 +93,9 @@ def refuse(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
     """
     reason = abilities(method, task)[ability]
     if reason is not None:
+        others = " robust.rule may be norm_bound, krum or multi_krum." if ability == "robust" else ""
         raise TaskError(
-            f"{entry}: {method.title} cannot be used with it: {reason}. "
+            f"{entry}: {method.title} cannot be used with it: {reason}.{others} "
             "`fedlowrank list --trust` shows what each method can do."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from ..core.errors import ConfigError
 from .accounting import Sampling, epsilon, local_epsilon, local_noise_for, noise_for, rounds_within
 from .ledger import Ledger
 from .settings import Privacy
+
+logger = logging.getLogger(__name__)
 
 
 class Budget:
@@ -39,6 +42,12 @@ class Budget:
         self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
         self.ledger = Ledger()
         self.most = rounds
+        if float(privacy.delta or 0) > 1 / sampling.clients:
+            logger.warning(
+                "privacy.delta = %g is above 1 / clients = %.3g: to publish one client's data whole would be as private",
+                privacy.delta,
+                1 / sampling.clients,
+            )
         limit, delta, accountant = privacy.epsilon, float(privacy.delta or 0), privacy.accountant
         self.is_local = privacy.kind == "local"
         if privacy.noise is not None:

@@ -92,12 +92,15 @@ class Robust:
             scaled to at most the median norm); krum and multi_krum (selection).
         hostile: share of a round's replies that may be hostile: what trimmed_mean cuts on either side, and f
             of Krum.
+        weights: equal: under a rule every client counts the same, for a hostile one may lie about its number of
+            examples n_k; examples: as the method weighs them, n_k up to ten times its median.
     """
 
     rule: Literal[
         "mean", "median", "trimmed_mean", "geometric_median", "norm_bound", "krum", "multi_krum"
     ] = "mean"
     hostile: float = 0.2
+    weights: Literal["equal", "examples"] = "equal"
 
     def __post_init__(self) -> None:
         check_choices(self)

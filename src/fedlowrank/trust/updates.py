@@ -194,11 +194,19 @@ def gram(updates: list[dict[str, Block]]) -> Tensor:
     return found
 
 
-def norm(upload: Any, reference: Any, scale: float = 1.0) -> float:
-    """Norm of the effective update; infinite where it overflows float64, NaN where a number is NaN."""
-    found = blocks(upload, reference, scale)
-    # the product of large numbers may overflow to a difference of infinities
-    return math.sqrt(max(square, 0.0)) if math.isfinite(square := inner(found, found)) else math.inf
+def norm(upload: Any, reference: Any, scale: float = 1.0, *, effective: bool = True) -> float:
+    """Norm of an update; NaN where a number is not finite.
+
+    Args:
+        upload: of the client.
+        reference: of its upload.
+        scale: s of the products of its pairs.
+        effective: take the norm of products; otherwise that of all numbers that are sent.
+    """
+    squares = _Squares()
+    for _, part, ref in parts(upload, reference):
+        squares.add(part, ref, scale, effective=effective)
+    return squares.norm(1.0)
 
 
 def shrink(
@@ -220,33 +228,61 @@ def shrink(
     Returns:
         The upload (the same object if its norm is within the bound), and the norm before.
     """
-    c2 = c3 = c4 = 0.0
+    squares = _Squares()
     for _, part, ref in parts(upload, reference):
+        squares.add(part, ref, scale, effective=effective)
+    size = squares.norm(1.0)
+    if math.isnan(size) or size <= bound:
+        return upload, size
+    t = squares.way_to(bound)
+    clipped = along(upload, reference, t)
+    margin = 1e-15
+    while (rounded := norm(clipped, reference, scale, effective=effective)) > bound:
+        # rounding to the type of the upload took it a little too far
+        t, margin = t * bound / rounded * (1 - margin), 10 * margin
+        clipped = along(upload, reference, t)
+    return clipped, size
+
+
+@dataclass
+class _Squares:
+    """The squared norm of an update on its way from the reference: c2 t² + c3 t³ + c4 t⁴."""
+
+    c2: float = 0.0
+    c3: float = 0.0
+    c4: float = 0.0
+
+    def add(self, part: Any, ref: Any, scale: float, *, effective: bool) -> None:
+        """Take in a part of the upload."""
         if effective and isinstance(part, Pair):
             at_b, at_a = (ref.b, ref.a) if isinstance(ref, Pair) else (part.b * 0, part.a * 0)
             b0, a0 = at_b.detach().double() * scale, at_a.detach().double()
             d, e = part.b.detach().double() * scale - b0, part.a.detach().double() - a0
             first = {"": Product(torch.cat([d, b0], 1), torch.cat([a0, e]))}
             second = {"": Product(d, e)}
-            c2 += inner(first, first)
-            c3 += 2 * inner(first, second)
-            c4 += inner(second, second)
+            self.c2 += inner(first, first)
+            self.c3 += 2 * inner(first, second)
+            self.c4 += inner(second, second)
         elif effective and isinstance(part, Factored):
             whole = {"": Product((part.u * part.s).double(), part.v.mT.double())}
-            c4 += inner(whole, whole)
+            self.c4 += inner(whole, whole)
         else:
-            c2 += sum(float(t.double().square().sum()) for t in update_of(part, ref).values())
-    size = math.sqrt(max(c2 + c3 + c4, 0.0)) if math.isfinite(c2 + c3 + c4) else math.nan
-    if math.isnan(size) or size <= bound:
-        return upload, size
-    low, high = 0.0, 1.0
-    if c3 == c4 == 0:
-        low = bound / size
-    else:
+            self.c2 += sum(float(t.double().square().sum()) for t in update_of(part, ref).values())
+
+    def norm(self, t: float) -> float:
+        """Norm at x₀ + t(x - x₀); NaN where a number is not finite."""
+        square = t * t * (self.c2 + t * (self.c3 + t * self.c4))
+        return math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.nan
+
+    def way_to(self, bound: float) -> float:
+        """The t in (0, 1) at which the norm is the bound, from below."""
+        if self.c3 == self.c4 == 0:
+            return bound / self.norm(1.0)
+        low, high = 0.0, 1.0
         for _ in range(_STEPS):
             t = (low + high) / 2
-            low, high = (t, high) if t * t * (c2 + t * (c3 + t * c4)) <= bound * bound else (low, t)
-    return along(upload, reference, low), size
+            low, high = (t, high) if self.norm(t) <= bound else (low, t)
+        return low
 
 
 def along(upload: Any, reference: Any, t: float) -> Any:

@@ -158,7 +158,11 @@ def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView)
 
 
 def update_without_faulty(
-    method: AnyMethod, server: Any, contribution: Callable[[ClientInfo], Any], view: ServerView
+    method: AnyMethod,
+    server: Any,
+    contribution: Callable[[ClientInfo], Any],
+    view: ServerView,
+    reduce: Callable[[Sequence[ClientInfo]], Aggregator],
 ) -> tuple[Any, dict[int, str]]:
     """The server's next state without the replies on which the update fails alone.
 
@@ -167,6 +171,7 @@ def update_without_faulty(
         server: the server's state.
         contribution: computes a client's contribution again.
         view: names who replied.
+        reduce: gives what reduces the contributions of some clients.
 
     Returns:
         The new state (the old one if no reply is left), and the reason for every client that was left out.
@@ -176,7 +181,7 @@ def update_without_faulty(
     """
 
     def update(clients: Sequence[ClientInfo]) -> Any:
-        aggregator = Aggregator([client.id for client in clients])
+        aggregator = reduce(clients)
         for client in clients:
             aggregator.add(client.id, contribution(client))
         return checked_update(method, server, aggregator.finish(), dataclasses.replace(view, replied=clients))
