@@ -175,28 +175,29 @@ class TestPFedLoRA:
             assert ratio == f"{there_and_back / of_prototypes:.2f}"
 
 
+@pytest.fixture(scope="module")
+def robustness():
+    """The script, and the runs of the protocol as it stands in the experiment's file."""
+    made = script("robustness", "benchmarks")
+    return made, made.read(RESULTS / "robustness.jsonl", made.digest(ExperimentConfig.read(made.EXPERIMENT)))
+
+
 class TestRobustness:
-    @pytest.fixture(scope="class")
-    def made(self):
-        return script("robustness", "benchmarks")
-
-    @pytest.fixture(scope="class")
-    def cells(self, made):
-        """The runs of the protocol as it stands in the experiment's file."""
-        return made.read(RESULTS / "robustness.jsonl", made.digest(ExperimentConfig.read(made.EXPERIMENT)))
-
-    def test_the_page_has_what_the_script_writes(self, made, cells):
+    def test_the_page_has_what_the_script_writes(self, robustness):
+        made, cells = robustness
         written = (RESULTS / "robustness.md").read_text().splitlines()
         lines = [line for line in made.sections(cells) if "torch" not in line]
         assert len(lines) > 50
         assert [line for line in lines if line not in written] == []
 
-    def test_every_run_of_the_plan_is_there(self, made, cells):
+    def test_every_run_of_the_plan_is_there(self, robustness):
+        made, cells = robustness
         for method, (attacks, rules) in made.PLAN.items():
             for attack, rule in itertools.product(attacks, rules):
                 assert sorted(cells[method, attack, rule]) == [0, 1, 2]
 
-    def test_mean_and_interval_by_the_textbook(self, made, cells):
+    def test_mean_and_interval_by_the_textbook(self, robustness):
+        _, cells = robustness
         values = [100 * row["accuracy"] for row in cells["fedavg", "none", "mean"].values()]
         cell = f"{np.mean(values):.1f} ± {half_width(values):.1f}"
         head, rows = next(tables("robustness"))
