@@ -15,9 +15,11 @@ import pytest
 from scipy import stats
 from torch import nn
 
+from fedlowrank.config.experiment import ExperimentConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("fedhl", "floral", "pfedlora", "fedslr")
+PAGES = ("fedhl", "floral", "pfedlora", "fedslr", "robustness")
 
 
 def page(name: str) -> str:
@@ -34,9 +36,9 @@ def tables(name: str) -> Iterator[tuple[list[str], list[list[str]]]]:
             yield head, rows
 
 
-def script(name: str):
-    """A module of ``docs/``."""
-    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+def script(name: str, folder: str = "docs"):
+    """A module of ``docs/`` or another folder."""
+    found = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -171,6 +173,35 @@ class TestPFedLoRA:
             assert adapter == f"{there_and_back:,}"
             assert prototypes == f"{of_prototypes:,}"
             assert ratio == f"{there_and_back / of_prototypes:.2f}"
+
+
+@pytest.fixture(scope="module")
+def robustness():
+    """The script, and the runs of the protocol as it stands in the experiment's file."""
+    made = script("robustness", "benchmarks")
+    return made, made.read(RESULTS / "robustness.jsonl", made.digest(ExperimentConfig.read(made.EXPERIMENT)))
+
+
+class TestRobustness:
+    def test_the_page_has_what_the_script_writes(self, robustness):
+        made, cells = robustness
+        written = (RESULTS / "robustness.md").read_text().splitlines()
+        lines = [line for line in made.sections(cells) if "torch" not in line]
+        assert len(lines) > 50
+        assert [line for line in lines if line not in written] == []
+
+    def test_every_run_of_the_plan_is_there(self, robustness):
+        made, cells = robustness
+        for method, (attacks, rules) in made.PLAN.items():
+            for attack, rule in itertools.product(attacks, rules):
+                assert sorted(cells[method, attack, rule]) == [0, 1, 2]
+
+    def test_mean_and_interval_by_the_textbook(self, robustness):
+        _, cells = robustness
+        values = [100 * row["accuracy"] for row in cells["fedavg", "none", "mean"].values()]
+        cell = f"{np.mean(values):.1f} ± {half_width(values):.1f}"
+        head, rows = next(tables("robustness"))
+        assert dict(zip(head, rows[0], strict=True))["mean"] == cell
 
 
 @pytest.mark.parametrize(("name", "file"), [
