@@ -24,8 +24,9 @@ from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.evaluation import rounded
 from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
-from fedlowrank.simulation.run import Run, rounded
+from fedlowrank.simulation.run import Run
 
 deployment = pytest.mark.skipif(
     "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it"

@@ -28,9 +28,9 @@ from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.registry import ClientRegistry
 from fedlowrank.network.server import NetworkEngine, NetworkError
 from fedlowrank.network.transport import Message, Response
-from fedlowrank.simulation.evaluation import ClientEvaluation
+from fedlowrank.simulation.evaluation import ClientEvaluation, evaluated
 from fedlowrank.simulation.records import RoundRecord
-from fedlowrank.simulation.run import Run, evaluated
+from fedlowrank.simulation.run import Run
 
 from .local import (
     PLAIN,

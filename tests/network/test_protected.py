@@ -88,6 +88,14 @@ def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
         assert np.std(a - b) == pytest.approx(deviation, rel=0.3)
 
 
+def test_who_takes_part_is_not_foreseen_by_a_seed(tmp_path: Path) -> None:
+    """Of eight clients, one draw in 256 would be the seed's in each of four rounds."""
+    made = small("fedavg", 8, rounds=4, run={**PRIVATE, "sampling": "poisson", "participation": 0.5})
+    _, result = ran(made, tmp_path)
+    drawn = [r.participants for r in result.rounds[1:]]
+    assert drawn != [[i.id for i in truth(made, result.rounds)[0].participants(t)] for t in range(4)]
+
+
 def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
     privacy = {**LOCAL["privacy"], "epsilon": 3.6}
     made = small(

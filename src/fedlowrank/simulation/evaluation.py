@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from ..data.dataset import ClientData
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, Engine
 from .local_model import LocalModel, local_model
-from .records import Accuracy
+from .records import Accuracy, RoundRecord
 from .scoring import Pool, Scores, concatenate, measure, measure_each
 
 Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
@@ -345,3 +346,23 @@ def _is_close(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
     return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+
+
+def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
+    """The record with what was found."""
+    return dataclasses.replace(
+        record,
+        accuracy=found.accuracy,
+        risk=rounded(found.risk),
+        routes=found.routes,
+        parameters=found.parameters,
+    )
+
+
+def rounded(risk: Accuracy) -> Accuracy:
+    """Losses to six significant digits: float32 has seven, and the others would fill half of a record's line."""
+
+    def short(row: list[float | None]) -> list[float | None]:
+        return [value if value is None else float(f"{value:.6g}") for value in row]
+
+    return {name: {split: short(row) for split, row in of.items()} for name, of in risk.items()}

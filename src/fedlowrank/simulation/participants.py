@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from ..core.errors import ConfigError
@@ -17,6 +19,7 @@ class Participants:
         clients: of the federation.
         settings: of the run.
         key: of the federation.
+        secret: draw from the operating system, for privacy is amplified only by draws that no client can foresee.
 
     Attributes:
         unseen: identifiers of clients that never train.
@@ -28,8 +31,9 @@ class Participants:
         ConfigError: if no client is left to train.
     """
 
-    def __init__(self, clients: int, settings: RunSettings, key: Key) -> None:
+    def __init__(self, clients: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
         self._share, self._key = settings.participation, key / "participants"
+        self._secret, self._last = secret, (-1, list[int]())
         count = round_half_up(settings.unseen * clients)
         if count >= clients:
             raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
@@ -41,7 +45,14 @@ class Participants:
 
     def draw(self, round: int) -> list[int]:
         """The clients of a round, in the order of their identifiers; with Poisson sampling there may be none."""
-        generator = (self._key / round).generator()
+        if not self._secret:
+            return self._drawn((self._key / round).generator())
+        if self._last[0] != round:
+            seed = int.from_bytes(os.urandom(8), "little") >> 1
+            self._last = round, self._drawn(torch.Generator().manual_seed(seed))
+        return self._last[1]
+
+    def _drawn(self, generator: torch.Generator) -> list[int]:
         if self.sampling.kind == "poisson":
             draws = torch.rand(len(self.seen), generator=generator).tolist()
             return [i for i, u in zip(self.seen, draws, strict=True) if u < self._share]

@@ -52,8 +52,8 @@ def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecor
         def show(record: RoundRecord) -> None:
             progress.update(task, completed=record.round)
             right, lost = (_mean_test(kind) for kind in (record.accuracy, record.risk))
-            spent = record.observed.get("privacy", {}).get("epsilon")
-            private = "" if spent is None else f", ε {spent:.3g}"
+            spent = record.observed.get("privacy")
+            private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"
             if right is not None:
                 progress.update(task, accuracy=f"test {100 * right:5.1f} %{private}")
             elif lost is not None:

@@ -23,12 +23,12 @@ from ..trust.protection import protect
 from .backdoor import backdoor_success
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
-from .evaluation import Evaluation, Evaluator
+from .evaluation import Evaluation, Evaluator, evaluated
 from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
 from .preparation import attacked, counted, placed
-from .records import Accuracy, RoundRecord
+from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
 
@@ -99,7 +99,8 @@ class Run:
             raise TaskError(
                 f"{method.title} works on classes and cannot learn a task without them; choose another method"
             )
-        self.draws = Participants(len(federation.infos), settings, federation.key)
+        secret = self.is_deployed and settings.privacy.kind != "none"
+        self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
         privacy, draws = self.trust.privacy, self.draws
         is_private = privacy.kind != "none"
         self.budget = (
@@ -365,7 +366,7 @@ class Run:
         metrics = {**record.observed, **self.method.metrics(self.state.server)}
         # by privacy loss distributions, ε takes as long as a round of a small model
         if self.budget is not None and (found is not None or self.trust.privacy.accountant == "rdp"):
-            metrics["privacy"] = {"epsilon": self.budget.spent(), "noise": self.budget.noise}
+            metrics["privacy"] = self.budget.describe()
         record = dataclasses.replace(
             record,
             ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
@@ -374,26 +375,6 @@ class Run:
             cpu_seconds=clock.cpu,
         )
         return record if found is None else evaluated(record, found)
-
-
-def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
-    """The record with what was found."""
-    return dataclasses.replace(
-        record,
-        accuracy=found.accuracy,
-        risk=rounded(found.risk),
-        routes=found.routes,
-        parameters=found.parameters,
-    )
-
-
-def rounded(risk: Accuracy) -> Accuracy:
-    """Losses to six significant digits: float32 has seven, and the others would fill half of a record's line."""
-
-    def short(row: list[float | None]) -> list[float | None]:
-        return [value if value is None else float(f"{value:.6g}") for value in row]
-
-    return {name: {split: short(row) for split, row in of.items()} for name, of in risk.items()}
 
 
 def _mean(values: list[float]) -> float:

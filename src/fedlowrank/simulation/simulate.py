@@ -21,10 +21,11 @@ from ..data.federation import Federation
 from ..engines import ENGINES
 from ..methods import METHODS
 from ..trust.protection import Protected
+from .evaluation import evaluated
 from .export import export
 from .progress import bar
 from .records import RoundRecord
-from .run import Run, evaluated
+from .run import Run
 from .run_folder import RunFolder, representations
 from .settings import RunSettings
 

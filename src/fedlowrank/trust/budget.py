@@ -94,6 +94,10 @@ class Budget:
         kind: Literal["central", "local"] = "local" if self.is_local else "central"
         return self.ledger.spent(kind, float(self.privacy.delta or 0), self.privacy.accountant)
 
+    def describe(self) -> dict[str, float]:
+        """ε until now, with its δ and the noise multiplier σ."""
+        return {"epsilon": self.spent(), "delta": float(self.privacy.delta or 0), "noise": self.noise}
+
     def allowed(self, clients: Sequence[int], round: int) -> list[int]:
         """The clients that may take part in a round."""
         # of a round that is done again with the same noise, nothing new is released
