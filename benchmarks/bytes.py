@@ -1,11 +1,12 @@
-"""Accuracy against uplink bytes at 1, 4, 16 and 64 times fewer of them: FedAvg, FedSLR, pFedLoRA and FedHL on MNIST.
+"""Accuracy against uplink bytes, up to 64 times fewer: FedAvg, FedSLR, pFedLoRA and FedHL on MNIST.
 
-    python benchmarks/bytes.py [--data data/mnist] [--runs bytes.jsonl] [--seeds 3] [--rounds 20] [--table FILE] [--figure FILE]
+    python benchmarks/bytes.py [--data data/mnist] [--runs bytes.jsonl] [--seeds 3] [--rounds 20]
+                               [--table FILE] [--figure FILE]
 
 50 clients share 32,000 training images of MNIST by a Dirichlet distribution with α = 0.5; half of a client's
-images are for training and half for the test. The model is an MLP 784-200-10. Every setting is the largest one whose message
-is at most 1/4, 1/16 or 1/64 of the uncompressed message: it is found from the shapes of messages, before any training. Finished
-runs stand in the file of ``--runs``, one line each, and are not computed again.
+images are for training and half for the test. The model is an MLP 784-200-10. Every setting is the mildest
+whose message is at most 1/16 or 1/64 of the uncompressed message: it is found from the shapes of messages,
+before any training. Finished runs stand in the file of ``--runs``, one line each, and are not computed again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ ABLATION = {"fedavg": "top_k", "fedslr": "low_rank", "fedhl": "top_k"}
 
 
 class Setting(NamedTuple):
-    """A compressed run: how many times fewer bytes are aimed at, by which stages, with error feedback or not."""
+    """How many times fewer bytes are aimed at, by which stages, and whether with error feedback."""
 
     target: int
     family: str
@@ -73,14 +74,14 @@ def make_federation(data: str, seed: int) -> Federation:
     parts = Dirichlet(CLIENTS, alpha=0.5, min_size=100).assign(y.numpy(), 10, key / "partition")
     return Federation.from_arrays(
         [(x[part], y[part]) for part in map(torch.from_numpy, parts)],
-        lambda: MLP(784, (200,), 10), rank=[RANKS[i % len(RANKS)] for i in range(CLIENTS)], classes=10, val=0.0, test=0.5,
-        seed=seed,
+        lambda: MLP(784, (200,), 10), rank=[RANKS[i % len(RANKS)] for i in range(CLIENTS)], classes=10,
+        val=0.0, test=0.5, seed=seed,
     )  # fmt: skip
 
 
 @functools.cache
 def trace_messages(name: str, federation_of: tuple[str, int], uplink: str) -> tuple[Any, ...]:
-    """Messages of the first clients, one of each rank, as they would be after training. Their values mean nothing."""
+    """Messages of the first clients, one of each rank, of the shapes that training gives; no values."""
     federation = make_federation(*federation_of)
     method, task = make_method(name), federation.task(1)
     trust = Trust(compression=Compression(uplink))
@@ -113,7 +114,10 @@ def find_setting(name: str, source: tuple[str, int], family: str, target: int) -
     A share is a number of ten-thousandths, a rank a whole number.
     """
     full, _ = message_bytes(name, source, "")
-    write: Callable[[int], str] = lambda n: FAMILIES[family].format(n / 10_000 if family == "top_k" else n)  # noqa: E731
+
+    def write(number: int) -> str:
+        return FAMILIES[family].format(number / 10_000 if family == "top_k" else number)
+
     low, high = 0, 10_000 if family == "top_k" else 200
     while high - low > 1:
         middle = (low + high) // 2
@@ -151,9 +155,9 @@ def measure(name: str, source: tuple[str, int], rounds: int, setting: Setting) -
     }
     try:
         result = simulate(
-            make_method(name), make_federation(*source), rounds=rounds, participation=0.2, evaluate_every=rounds,
-            representations=0, compression=Compression(setting.uplink, error_feedback=setting.feedback),
-            on_round=records.append,
+            make_method(name), make_federation(*source), rounds=rounds, participation=0.2,
+            evaluate_every=rounds, representations=0, on_round=records.append,
+            compression=Compression(setting.uplink, error_feedback=setting.feedback),
         )  # fmt: skip
         row["accuracy"] = {
             series: result.mean_accuracy(series=series) for series in records[-1].accuracy or {}
@@ -163,7 +167,7 @@ def measure(name: str, source: tuple[str, int], rounds: int, setting: Setting) -
     return row | {
         "bytes_up": sum(r.bytes_up for r in records),
         "messages": sum(len(r.participants) for r in records),
-        "loss": [sum(r.loss.values()) for r in records],
+        "loss": [round(sum(r.loss.values()), 4) for r in records],
         "cpu_seconds": round(time.process_time() - began, 2),
     }
 
@@ -223,7 +227,7 @@ def group(rows: list[dict[str, Any]]) -> dict[tuple[str, Setting], list[dict[str
 def write_table(rows: list[dict[str, Any]]) -> list[str]:
     """Accuracies and bytes, as Markdown."""
     lines = [
-        "| method | uplink | error feedback | bytes a message | times fewer | accuracy, % | difference, points |",
+        "| method | uplink | error feedback | bytes a message | times fewer | accuracy, % | difference |",
         "| :--- | :--- | :---: | ---: | ---: | ---: | ---: |",
     ]
     groups = group(rows)
@@ -239,7 +243,8 @@ def write_table(rows: list[dict[str, Any]]) -> list[str]:
             feedback = "–" if not setting.uplink else "yes" if setting.feedback else "no"
             accuracy, gap = mean_and_interval(points), mean_and_interval(gaps)
             cells = [
-                METHODS[name].title, f"`{setting.uplink}`" if setting.uplink else "none", feedback, f"{size:,.0f}",
+                METHODS[name].title, f"`{setting.uplink}`" if setting.uplink else "none",
+                feedback, f"{size:,.0f}",
                 f"{before / size:.1f}" if size else "–", f"{accuracy[0]:.1f} ± {accuracy[1]:.1f}",
                 f"{gap[0]:+.1f} ± {gap[1]:.1f}".replace("-", "−") if setting.uplink else "",
             ]  # fmt: skip
@@ -250,7 +255,7 @@ def write_table(rows: list[dict[str, Any]]) -> list[str]:
 def write_stages(data: str) -> list[str]:
     """What every stage saves, as Markdown."""
     lines = [
-        "| method | uplink | update, bytes | after the first stage | after the second | message | header in it |",
+        "| method | uplink | update | after the first stage | after the second | message | header in it |",
         "| :--- | :--- | ---: | ---: | ---: | ---: | ---: |",
     ]
     source = data, 0
@@ -299,8 +304,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 line = (0.0, (2.5, 1.5)) if place else "-"
                 fill = "none" if place else style.color
                 axes.errorbar(
-                    x * (0.97 if place else 1.03), y, yerr=half, color=style.color, linestyle=line, marker=style.marker,
-                    markersize=5, markerfacecolor=fill, capsize=2, elinewidth=1, linewidth=1.3,
+                    x * (0.97 if place else 1.03), y, yerr=half, color=style.color, linestyle=line,
+                    marker=style.marker, markersize=5, markerfacecolor=fill, capsize=2,
+                    elinewidth=1, linewidth=1.3,
                 )  # fmt: skip
                 entry = legend_entry(style, line=line)
                 entry.set_markerfacecolor(fill)

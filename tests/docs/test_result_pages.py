@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("fedhl", "floral", "pfedlora", "fedslr")
+PAGES = ("fedhl", "floral", "pfedlora", "fedslr", "bytes")
 
 
 def page(name: str) -> str:
@@ -34,9 +35,9 @@ def tables(name: str) -> Iterator[tuple[list[str], list[list[str]]]]:
             yield head, rows
 
 
-def script(name: str):
-    """A module of ``docs/``."""
-    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+def script(name: str, folder: str = "docs"):
+    """A module of ``docs/`` or of another folder."""
+    found = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -171,6 +172,22 @@ class TestPFedLoRA:
             assert adapter == f"{there_and_back:,}"
             assert prototypes == f"{of_prototypes:,}"
             assert ratio == f"{there_and_back / of_prototypes:.2f}"
+
+
+class TestBytes:
+    @pytest.fixture(scope="class")
+    def rows(self):
+        return [json.loads(line) for line in (RESULTS / "bytes.jsonl").read_text().splitlines()]
+
+    def test_the_page_has_the_table_of_the_runs(self, rows):
+        assert "\n".join(script("bytes", "benchmarks").write_table(rows)) in (RESULTS / "bytes.md").read_text()
+
+    def test_an_interval_by_the_textbook(self, rows):
+        found = [row for row in rows if row["method"] == "fedhl" and row["target"] == 1]
+        points = [100 * row["accuracy"]["personal"] for row in found]
+        assert len(points) == 3
+        mean, half = f"{np.mean(points):.1f}", f"{half_width(points):.1f}"
+        assert re.search(rf"\| FedHL \| none \| – \| [\d,]+ \| 1\.0 \| {mean} ± {half} \|", page("bytes"))
 
 
 @pytest.mark.parametrize(("name", "file"), [
