@@ -175,15 +175,16 @@ class TestPFedLoRA:
 
 
 class TestBytes:
-    @pytest.fixture(scope="class")
     def rows(self):
+        """The runs of the page."""
         return [json.loads(line) for line in (RESULTS / "bytes.jsonl").read_text().splitlines()]
 
-    def test_the_page_has_the_table_of_the_runs(self, rows):
-        assert "\n".join(script("bytes", "benchmarks").write_table(rows)) in (RESULTS / "bytes.md").read_text()
+    def test_the_page_has_the_table_of_the_runs(self):
+        table = script("bytes", "benchmarks").write_table(self.rows())
+        assert "\n".join(table) in (RESULTS / "bytes.md").read_text()
 
-    def test_an_interval_by_the_textbook(self, rows):
-        found = [row for row in rows if row["method"] == "fedhl" and row["target"] == 1]
+    def test_an_interval_by_the_textbook(self):
+        found = [row for row in self.rows() if row["method"] == "fedhl" and row["target"] == 1]
         points = [100 * row["accuracy"]["personal"] for row in found]
         assert len(points) == 3
         mean, half = f"{np.mean(points):.1f}", f"{half_width(points):.1f}"
