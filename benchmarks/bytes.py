@@ -26,7 +26,7 @@ import torch
 from matplotlib.ticker import FuncFormatter
 from scipy import stats
 
-from fedlowrank import METHODS, SGD, Compression, Federation, Key, Method, simulate
+from fedlowrank import METHODS, SGD, ClientInfo, Compression, Federation, Key, Method, Task, simulate
 from fedlowrank.core import tree
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.data.idx import Mnist
@@ -65,7 +65,7 @@ def make_method(name: str) -> Method[Any, Any, Any, Any]:
     return METHODS[name](**COMMON, **OWN.get(name, {}))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)
 def make_federation(data: str, seed: int) -> Federation:
     """The clients; their ranks are only read by FedHL."""
     train, key = Mnist(data).load().train, Key((seed,))
@@ -79,16 +79,21 @@ def make_federation(data: str, seed: int) -> Federation:
     )  # fmt: skip
 
 
-@functools.cache
-def trace_messages(name: str, federation_of: tuple[str, int], uplink: str) -> tuple[Any, ...]:
-    """Messages of the first clients, one of each rank, of the shapes that training gives; no values."""
-    federation = make_federation(*federation_of)
-    method, task = make_method(name), federation.task(1)
+def trace_messages(name: str, source: tuple[str, int], uplink: str) -> list[Any]:
+    """Messages of clients, for FedHL one of each rank, of the shapes that training gives; no values."""
+    method, task = make_method(name), make_federation(*source).task(1)
     trust = Trust(compression=Compression(uplink))
     method = protect(method, task, trust, None, expected=CLIENTS, system=False)
     server = method.server_init(task)
-    infos = task.clients[: len(RANKS)]
-    return tuple(trace_upload(method, task, info, method.download(server, info))[0] for info in infos)
+    return [
+        trace_upload(method, task, info, method.download(server, info))[0]
+        for info in different_clients(name, task)
+    ]
+
+
+def different_clients(name: str, task: Task) -> list[ClientInfo]:
+    """Clients whose messages differ in size."""
+    return list(task.clients[: len(RANKS) if name == "fedhl" else 1])
 
 
 def payload_bytes(message: Any) -> int:
@@ -99,6 +104,7 @@ def payload_bytes(message: Any) -> int:
     )
 
 
+@functools.cache
 def message_bytes(name: str, source: tuple[str, int], uplink: str) -> tuple[float, float]:
     """Bytes of a message, and of its header alone, mean over the ranks of clients."""
     messages = trace_messages(name, source, uplink)
@@ -178,7 +184,8 @@ def run_all(data: str, runs: Path, seeds: int, rounds: int) -> list[dict[str, An
     known = {identify(row) for row in done}
     for seed in range(seeds):
         for name in ("standalone", *COMPARED):
-            for setting in list_settings(name, (data, seed)):
+            # the shapes of messages are the same for all seeds
+            for setting in list_settings(name, (data, 0)):
                 if (name, seed, rounds, setting.uplink, setting.feedback) in known:
                     continue
                 row = measure(name, (data, seed), rounds, setting)
@@ -194,7 +201,6 @@ def run_all(data: str, runs: Path, seeds: int, rounds: int) -> list[dict[str, An
                     row["cpu_seconds"],
                     flush=True,
                 )
-        make_federation.cache_clear()
     return [row for row in done if row["seed"] < seeds and row["rounds"] == rounds]
 
 
@@ -262,7 +268,7 @@ def write_stages(data: str) -> list[str]:
     for name in COMPARED:
         federation = make_federation(*source)
         method, task = make_method(name), federation.task(1)
-        server, infos = method.server_init(task), task.clients[: len(RANKS)]
+        server, infos = method.server_init(task), different_clients(name, task)
         updates = []
         for info in infos:
             down = method.download(server, info)
