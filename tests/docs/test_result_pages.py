@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import itertools
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("fedhl", "floral", "pfedlora", "fedslr", "robustness")
+PAGES = ("fedhl", "floral", "pfedlora", "fedslr", "robustness", "bytes")
 
 
 def page(name: str) -> str:
@@ -37,7 +38,7 @@ def tables(name: str) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def script(name: str, folder: str = "docs"):
-    """A module of ``docs/`` or another folder."""
+    """A module of ``docs/`` or of another folder."""
     found = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert found is not None
     assert found.loader is not None
@@ -202,6 +203,23 @@ class TestRobustness:
         cell = f"{np.mean(values):.1f} ± {half_width(values):.1f}"
         head, rows = next(tables("robustness"))
         assert dict(zip(head, rows[0], strict=True))["mean"] == cell
+
+
+class TestBytes:
+    def rows(self):
+        """The runs of the page."""
+        return [json.loads(line) for line in (RESULTS / "bytes.jsonl").read_text().splitlines()]
+
+    def test_the_page_has_the_table_of_the_runs(self):
+        table = script("bytes", "benchmarks").write_table(self.rows())
+        assert "\n".join(table) in (RESULTS / "bytes.md").read_text()
+
+    def test_an_interval_by_the_textbook(self):
+        found = [row for row in self.rows() if row["method"] == "fedhl" and row["target"] == 1]
+        points = [100 * row["accuracy"]["personal"] for row in found]
+        assert len(points) == 3
+        mean, half = f"{np.mean(points):.1f}", f"{half_width(points):.1f}"
+        assert re.search(rf"\| FedHL \| none \| – \| [\d,]+ \| 1\.0 \| {mean} ± {half} \|", page("bytes"))
 
 
 @pytest.mark.parametrize(("name", "file"), [

@@ -210,8 +210,8 @@ def square_distance(a: Any, b: Any) -> Tensor:
 
 
 def numel(value: Any) -> int:
-    """Number of floating-point elements in a tree: what the papers count as parameters sent (labels, masks left out)."""
-    return sum([t.numel() for t in tensors(value) if t.is_floating_point()])
+    """Number of real numbers in a tree, rounded to int8 or not: what the papers count as parameters sent (no labels, masks)."""
+    return sum([t.numel() for t in tensors(value) if t.is_floating_point() or t.dtype == torch.int8])
 
 
 def nbytes(value: Any) -> int:

@@ -130,7 +130,12 @@ def _short(paths: list[str]) -> list[str]:
 
 
 def _varies(trial: _Trial, upload: Any) -> bool:
-    return trial.method.upload_form(upload, trial.task) is not upload
+    form = trial.method.upload_form(upload, trial.task)
+    try:
+        return form is not upload and tree.form(form) != tree.form(upload)
+    except tree.TreeError:
+        # a choice among forms is no tree
+        return True
 
 
 def _not_central(first: _Trial, last: _Trial, upload: Any) -> str | None:
@@ -151,6 +156,9 @@ def _not_central(first: _Trial, last: _Trial, upload: Any) -> str | None:
 def _nothing_to_compress(trial: _Trial, upload: Any) -> str | None:
     if _varies(trial, upload):
         return "it compresses or selects what it sends itself"
-    if not update_of(upload, trial.reference, compared=True):
-        return "what its clients send is compared with nothing that both sides know"
+    update = update_of(upload, trial.reference)
+    alone = update.keys() - update_of(upload, trial.reference, compared=True).keys()
+    if alone:
+        what = ", ".join(_short(sorted(path.strip("/") for path in alone)))
+        return f"{what}: its clients send it compared with nothing that both sides know"
     return None

@@ -15,6 +15,7 @@ once more, adds up, adds noise, and divides by the expected number of clients, n
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,15 +31,18 @@ from ..core.contribution import Mean, Sum, leaves, map_leaves
 from ..core.key import Key
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.tree import Params
+from ..training.tracing import trace_upload
 from .abilities import refuse
 from .accounting import default_count_noise, next_clip, split_noise
 from .budget import Budget
-from .compression import Compressed, Stage, decompress, parse_stages, with_feedback
+from .compression import Compressed, Stage, compress, decompress, parse_stages, with_feedback
 from .noise import Source, gaussian
 from .settings import Trust
 from .updates import replace_numbers, shrink, update_of, with_compared, with_update, without_compared
 
 AnyMethod = Method[Any, Any, Any, Any]
+
+logger = logging.getLogger(__name__)
 
 
 @tree.tree
@@ -166,9 +170,12 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
             return ClientState(inner, None), Upload(upload, None, within)
         update = update_of(upload, reference, compared=True)
         key, feedback = view.key / "compression", self.trust.compression.error_feedback
-        compressed, residual = with_feedback(self._stages, update, state.residual, key)
-        rest = without_compared(upload, reference)
-        return ClientState(inner, residual if feedback else None), Upload(rest, compressed, within)
+        rest, residual = without_compared(upload, reference), None
+        if feedback:
+            compressed, residual = with_feedback(self._stages, update, state.residual, key)
+        else:
+            compressed = compress(self._stages, update, key)
+        return ClientState(inner, residual), Upload(rest, compressed, within)
 
     def _clipped(
         self, upload: Any, reference: Any, down: Download, view: ClientView
@@ -318,19 +325,39 @@ def protect(
     privacy, rule = trust.privacy.kind, trust.robust.rule
     if privacy != "none":
         refuse(method, task, privacy, f"privacy.kind = {privacy!r}")
-    if trust.compression.uplink:
+    stages = parse_stages(trust.compression.uplink)
+    if stages:
         refuse(method, task, "compression", f"compression.uplink = {trust.compression.uplink!r}")
     if rule in ("median", "trimmed_mean", "geometric_median"):
         refuse(method, task, "robust", f"robust.rule = {rule!r}")
     if trust.secure.on:
         refuse(method, task, "secure", "secure.on")
-    if not trust.compression.uplink and trust.clipping.norm is None:
+    if not stages and trust.clipping.norm is None:
         return method
     noise = 0.0 if budget is None else budget.noise
     if privacy == "central" and trust.clipping.quantile is not None:
         # refuses too few clients before any is trained
         split_noise(noise, default_count_noise(expected))
-    return Protected(inner=method, trust=trust, noise=noise, expected=expected, system=system)
+    protected = Protected(inner=method, trust=trust, noise=noise, expected=expected, system=system)
+    if stages:
+        _warn_of_growth(method, protected, task, trust.compression.uplink)
+    return protected
+
+
+def _warn_of_growth(method: AnyMethod, protected: Protected, task: Task, uplink: str) -> None:
+    """Say so where compressed messages are larger than plain ones."""
+    info = task.clients[0]
+    sizes = []
+    for each in (method, protected):
+        down = each.download(each.server_init(task), info)
+        sizes.append(tree.encoded_size(trace_upload(each, task, info, down)[0]))
+    if sizes[1] >= sizes[0]:
+        logger.warning(
+            "compression.uplink = %r makes messages of %d bytes of %d; leave it out for so small an update",
+            uplink,
+            sizes[1],
+            sizes[0],
+        )
 
 
 def _numbers(contribution: Any) -> Iterator[tuple[str, Tensor]]:

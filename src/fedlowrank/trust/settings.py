@@ -1,6 +1,6 @@
 """What happens to an update between a client and the server, as an experiment says it.
 
-client:  update -> clip -> compress (with error feedback) -> [local noise] -> message
+client:  update -> clip -> [local noise] -> compress (with error feedback) -> message
 server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> server_update
 """
 
@@ -19,8 +19,9 @@ class Compression:
 
     Attributes:
         uplink: stages from left to right, such as ``"top_k:0.05 + int8"``; empty for none. Known are bfloat16,
-            int8 (a scale a row), top_k:SHARE (of all entries) and low_rank:RANK.
-        error_feedback: a client adds what compression lost to its next update.
+            int8 (a scale a row), low_rank:RANK and top_k:SHARE (of the entries of all tensors together).
+        error_feedback: a client adds what compression lost to its next update. Where factors begin each round
+            in other coordinates, as FedHL's do, that helps little.
     """
 
     uplink: str = ""
