@@ -10,7 +10,6 @@ the sequential engine's bit for bit, and so does every client's. Written as Mark
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import tempfile
@@ -137,7 +136,7 @@ def main() -> None:
             for method in args.methods.split(","):
                 made = ExperimentConfig.parse(tables(method, args.rounds))
                 run = simulate(
-                    made.build_method(method), made.federation(), **dataclasses.asdict(made.run)
+                    made.build_method(method), made.federation(), **dict(vars(made.run))
                 ).run
                 found = []
                 for how in (simulated, lambda m, b: deployed(m, b, link, places)):

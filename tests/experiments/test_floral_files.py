@@ -169,7 +169,7 @@ def test_the_methods_of_a_file_run(stem: str, some: slice) -> None:
     made = loaded(whole(stem), *clients, "run.rounds=1", "run.participation=0.5")
     federation = made.federation()
     for name in made.compared_methods[some]:
-        settings = dataclasses.asdict(made.run)
+        settings = dict(vars(made.run))
         result = simulate(made.build_method(name), federation, **settings)
         record = result.rounds[-1]
         assert record.risk is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -99,7 +98,7 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     _, result = ran(made, tmp_path)
     method = made.build_method("feddyn")
     # a run over a network saves every round
-    settings = {**dataclasses.asdict(made.run), "checkpoint_every": 1}
+    settings = {**vars(made.run), "checkpoint_every": 1}
     sequential = simulate(
         method, made.federation(), folder=tmp_path / "seq", config=made.describe("feddyn"), **settings
     )
