@@ -35,9 +35,10 @@ from ..training.tracing import trace_upload
 from .abilities import refuse
 from .accounting import default_count_noise, next_clip, split_noise
 from .budget import Budget
-from .compression import Compressed, Stage, compress, decompress, parse_stages, with_feedback
+from .compression import Compressed, compress, decompress, parse_stages, with_feedback
 from .noise import Source, gaussian
 from .settings import Trust
+from .stages import Stage
 from .updates import replace_numbers, shrink, update_of, with_compared, with_update, without_compared
 
 AnyMethod = Method[Any, Any, Any, Any]
