@@ -221,7 +221,8 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
             return found
         # b - 1/2, whose sum a client changes by at most 1/2
         within = upload.within.double().clamp(0, 1) - 0.5
-        return {"method": found, "within": Sum(within), "count": Sum(torch.ones_like(within))}
+        count = Sum(torch.ones_like(within), counts=True)
+        return {"method": found, "within": Sum(within, counts=True), "count": count}
 
     def _change(self, upload: Any, client: ClientInfo, server: ServerState) -> Params:
         """What an upload adds to the contribution of the reference, its norm at most the clipping norm."""
