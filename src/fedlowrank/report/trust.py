@@ -140,4 +140,4 @@ def trust_row(group: Group) -> dict[str, float | None]:
 def _last(run: Run, kind: str, name: str) -> float:
     """The last value of what a run reports; NaN if there is none."""
     table = run.reported(kind)
-    return float(table[name].dropna().iloc[-1]) if name in table else math.nan
+    return float(table[name].iloc[-1]) if name in table else math.nan
