@@ -1,6 +1,6 @@
 """What happens to an update between a client and the server, as an experiment says it.
 
-client:  update -> clip -> compress (with error feedback) -> [local noise] -> message
+client:  update -> clip -> [local noise] -> compress (with error feedback) -> message
 server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> server_update
 """
 
