@@ -1,11 +1,15 @@
-"""The tutorial's code is run as a reader would run it."""
+"""The code of tutorials is run as a reader would run it."""
 
 from __future__ import annotations
 
+import csv
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "your-own-method.md").read_text()
 METHOD, USE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TRUST = (ROOT / "docs" / "tutorials" / "privacy-and-robustness.md").read_text()
 
 
 @pytest.fixture
@@ -71,3 +76,89 @@ def test_the_python_example_runs_and_is_the_formula(folder: Path, capsys: pytest
         theta = [t - m for t, m in zip(theta, v, strict=True)]
     for name, expected in zip(("weight", "bias"), theta, strict=True):
         np.testing.assert_allclose(run.state.server.model[name].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def last_record(folder: Path) -> dict[str, Any]:
+    from fedlowrank.simulation.records import read_lines
+
+    found: dict[str, Any] = json.loads(read_lines(folder)[-1])
+    return found
+
+
+def run_command(command: str) -> str:
+    words = shlex.split(command.replace("experiments/", f"{ROOT}/experiments/"))
+    found = subprocess.run(
+        [sys.executable, "-m", "fedlowrank.cli.main", *words], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+class TestPrivacyAndRobustness:
+    """The commands of the page, in its order, and what the page says that they show."""
+
+    commands = re.findall(r"^fedlowrank (.*)$", TRUST, re.MULTILINE)
+
+    def test_every_command_is_run_below(self) -> None:
+        names = [m[1] if (m := re.search(r"-o runs/(\w+)", c)) else c for c in self.commands]
+        assert names == ["list --trust", "small", "private", "local", "attacked", "secure"]
+        assert len(TRUST.splitlines()) <= 120
+
+    def made(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        (command,) = (c for c in self.commands if f"-o runs/{name} " in c)
+        run_command(command)
+        return tmp_path / "runs" / name
+
+    def test_list(self) -> None:
+        assert "central" in run_command(self.commands[0])
+
+    def test_compression(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        last = last_record(self.made("small", tmp_path, monkeypatch))
+        # 5 % of the entries, a byte each, and a bit for the place of every entry, which had 4 bytes
+        assert last["bytes_up"] / last["bytes_down"] == pytest.approx((0.05 + 1 / 8) / 4, rel=0.05)
+
+    def test_central_privacy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.made("private", tmp_path, monkeypatch)
+        assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
+        charged = [json.loads(line) for line in (folder / "privacy.jsonl").read_text().splitlines()]
+        assert [line["round"] for line in charged] == [0, 1, 2]
+        assert charged[-1]["clients"] == last_record(folder)["participants"]
+
+    def test_local_privacy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.made("local", tmp_path, monkeypatch)
+        assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
+
+    def test_a_rule_against_an_attack(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.made("attacked", tmp_path, monkeypatch)
+        mean, krum = csv.DictReader((folder / "report.csv").read_text().splitlines())
+        said = [float(x) / 100 for x in re.findall(r"\(here about (\d+) % and (\d+) %\)", TRUST)[0]]
+        assert [float(row["accuracy_honest"]) for row in (mean, krum)] == pytest.approx(said, abs=0.1)
+        assert mean["hostile_weight"] == ""
+        assert float(krum["hostile_weight"]) == 0
+        assert "honest clients" in (folder / "report.html").read_text()
+
+    def test_secure_sums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        last = last_record(self.made("secure", tmp_path, monkeypatch))
+        assert last["round"] == 2
+        assert last["lost"] == {}
+
+    def test_the_experiment_file(self, tmp_path: Path) -> None:
+        from fedlowrank.config.experiment import ExperimentConfig
+
+        (text,) = re.findall(r"```toml\n(.*?)```", TRUST, re.DOTALL)
+        (tmp_path / "file.toml").write_text(text.replace("experiments/", f"{ROOT}/experiments/"))
+        run = ExperimentConfig.read(tmp_path / "file.toml").run
+        assert (run.clipping.norm, run.privacy.kind, run.privacy.epsilon) == (0.5, "central", 8)
+        assert (run.sampling, run.participation) == ("poisson", 0.5)
+
+    def test_the_python_example_prints_what_the_page_says(self, capsys: pytest.CaptureFixture[str]) -> None:
+        (text,) = re.findall(r"```python\n(.*?)```", TRUST, re.DOTALL)
+        exec(compile(text, "tutorial", "exec"), {})
+        rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+        assert [row[0] for row in rows] == ["none", "central", "local"]
+        (said,) = re.findall(r"accuracies are about (\d+) %, (\d+) % and (\d+) %", TRUST)
+        assert [float(row[1]) for row in rows] == pytest.approx([float(x) / 100 for x in said], abs=0.05)
+        assert rows[0][2] == "None"
+        for row in rows[1:]:
+            assert 7.9 < float(re.findall(r"'epsilon': ([\d.]+)", row[2])[0]) <= 8

@@ -31,6 +31,11 @@ def unseen_clients(run: RunRecord) -> frozenset[int]:
     return frozenset(client for client, unseen in client_column(run, "unseen").items() if unseen is True)
 
 
+def hostile_clients(run: RunRecord) -> frozenset[int]:
+    """Identifiers of the hostile clients of a simulated attack."""
+    return frozenset(client for client, hostile in client_column(run, "hostile").items() if hostile is True)
+
+
 def evaluations(run: RunRecord) -> dict[tuple[str, str, str], pd.DataFrame]:
     """Results of every client, by measure (``accuracy`` or ``risk``), series and split.
 

@@ -11,7 +11,7 @@ import matplotlib
 from ..core.files import as_checkpoint_error
 from ..methods import METHODS
 from ..simulation.records import RunRecord
-from . import cluster_figures, data_figures, figures, lora_figures, rank_figures
+from . import cluster_figures, data_figures, figures, lora_figures, rank_figures, trust_figures
 from .groups import Group, by_experiment, by_variation, group_runs
 from .style import Picture, Style, Styles, drawing, final_colors, make_styles
 
@@ -42,6 +42,9 @@ def draw_all(groups: Sequence[Group], styles: Styles) -> Iterator[tuple[str, lis
             figures.plot_loss(some, styles),
             lora_figures.plot_training_loss(some, styles),
             figures.plot_communication(some, styles),
+            trust_figures.plot_privacy(some, styles),
+            trust_figures.plot_private_accuracy(some, styles),
+            trust_figures.plot_clipping_norm(some, styles),
             figures.plot_clients(some, styles),
             rank_figures.plot_relative_accuracy(some, styles),
             lora_figures.plot_score_by_rank(some, styles),

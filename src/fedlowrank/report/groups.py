@@ -6,13 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from ..core.errors import ConfigError
 from ..simulation.records import RunRecord
+from ..trust.settings import Trust
 from .formats import one_line
 from .frame import section
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
@@ -22,7 +23,7 @@ from .metrics import Estimate, Run, curve_over_seeds, estimate
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
 _NOT_SETTINGS = ("seed", "target")
 # Values of settings that older runs did not record, so that old and new runs form one group.
-_OLD_DEFAULTS = {"run.unseen": "0.0"}
+_OLD_DEFAULTS = {"run.unseen": "0.0", "run.sampling": '"fixed"'}
 
 
 class Target(NamedTuple):
@@ -102,7 +103,7 @@ class Group:
 
 RESULTS = [
     "round", "last", "std_clients", "last_weighted", "worst_tenth", "without", "non_finite", "last_ten",
-    "best_test", "best_round", "best_by_validation", "unseen", "std_unseen",
+    "best_test", "best_round", "best_by_validation", "unseen", "std_unseen", "honest", "std_honest",
 ]  # fmt: skip
 
 
@@ -261,6 +262,7 @@ def seed_of(run: RunRecord) -> str:
 def settings_of(run: RunRecord) -> dict[str, str]:
     """Everything but the seed that could make two runs differ, as ``section.key`` to JSON text."""
     found = dict(_OLD_DEFAULTS)
+    _flatten("run", asdict(Trust()), found)
     _flatten("method", section(section(run.config, "method"), "fields"), found)
     for name in SECTIONS:
         _flatten(name, section(run.config, name), found)

@@ -59,7 +59,8 @@ class Measure:
         """The column of the CSV for a statistic; columns of accuracy are shorter because they came first."""
         if self.is_loss:
             return f"loss_{name}"
-        return f"accuracy_{name}" if name in ("last", "last_weighted", "unseen", "std_unseen") else name
+        longer = ("last", "last_weighted", "unseen", "std_unseen", "honest", "std_honest")
+        return f"accuracy_{name}" if name in longer else name
 
 
 ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)

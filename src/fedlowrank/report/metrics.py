@@ -22,6 +22,7 @@ from ..simulation.records import RoundRecord, RunRecord
 from .frame import (
     client_column,
     evaluations,
+    hostile_clients,
     method_values,
     model_sizes,
     recovery_by_round,
@@ -203,7 +204,8 @@ class Run:
             ``best_round``, whose mean validation result is best, the earliest on ties. ``last_ten``: mean
             over the last ten evaluations, the one before training left out. ``best_test``: the best over
             rounds, an optimistic number because it selects on test examples. ``unseen`` and ``std_unseen``:
-            over the clients that never train.
+            over the clients that never train. ``honest`` and ``std_honest``: over the clients that can train
+            and are not hostile, in a simulated attack.
         """
         return self._results.get((measure.field, series or ""))
 
@@ -230,6 +232,10 @@ class Run:
         unseen = self.curve(series, measure, unseen=True)
         if at in unseen.index:
             found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
+        if hostile := hostile_clients(self.record):
+            values = self.client_values(series, measure)
+            honest = values[~values.index.isin(hostile)]
+            found |= {"honest": honest.mean(), "std_honest": honest.std(ddof=0)}
         return found
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:

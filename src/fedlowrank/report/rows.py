@@ -13,6 +13,7 @@ from .groups import Group, seed_of
 from .low_rank import adapter_row, last_ranks, model_size
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 from .metrics import COSTS
+from .trust import trust_row
 
 FLOAT32 = 4
 """Bytes of a floating-point element as papers count communication, whatever the messages contain."""
@@ -87,7 +88,7 @@ def comparison_row(group: Group) -> Row:
     for name in group.series:
         if name != group.headline:
             row |= _further_series(group, name, f".{one_line(name)}")
-    return row | adapter_row(group)
+    return row | adapter_row(group) | trust_row(group)
 
 
 def _results(group: Group, measure: Measure) -> Row:

@@ -23,6 +23,7 @@ from .groups import (
 from .low_rank import format_ranks
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import Estimate
+from .trust import describe_trust
 
 SAME = 5e-5  # accuracies closer than this are printed as equal, and called so
 Ranked = Sequence[tuple[Group, Estimate]]
@@ -62,7 +63,9 @@ def describe_setting(groups: Sequence[Group]) -> str:
         found.append(f"Ranks of the clients: {ranks}.")
     share = parts["run"].get("participation")
     part = f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""
-    found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}.")
+    coin = ", each drawn by itself (Poisson sampling)" if parts["run"].get("sampling") == "poisson" else ""
+    found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}{coin}.")
+    found += describe_trust(run)
     seeds = list(dict.fromkeys(seed_of(one.record) for group in groups for one in group.runs))
     number = count(len(seeds), "seed") if len(seeds) > 1 else "One seed"
     found.append(f"{number}: {', '.join(seeds)}.")

@@ -14,7 +14,16 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..simulation.records import RunRecord
-from .formats import MISSING, format_loss, format_number, format_seconds, format_si, format_si_pair, one_line
+from .formats import (
+    MISSING,
+    format_loss,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_si,
+    format_si_pair,
+    one_line,
+)
 from .groups import Group, Target, group_runs
 from .low_rank import rank_tables, sizes_differ
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
@@ -33,7 +42,9 @@ class Comparison:
 
     groups: tuple[Group, ...]
     frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
-    blocks: Mapping[str, TextTable]  # results, by ``accuracy``, ``loss``, ``size``, ``cost`` and ``target``
+    blocks: Mapping[
+        str, TextTable
+    ]  # results, by ``accuracy``, ``loss``, ``trust``, ``size``, ``cost``, ``target``
     targets: Mapping[str, Target]  # of each experiment, by name
     footnotes: tuple[tuple[str, str], ...]  # terms and what they mean
     sweeps: tuple[TextTable, ...]  # results by what was varied
@@ -71,6 +82,7 @@ def compare(groups: Sequence[Group]) -> Comparison:
     columns = {
         "accuracy": (accuracy.title, list(_accuracy_columns(frame))),
         "loss": (loss.title, list(_loss_columns(frame))),
+        "trust": ("Privacy and attacks", list(_trust_columns(frame))),
         "size": ("Size of a client's model", list(_size_columns(frame, sizes_differ(groups)))),
         "cost": ("Cost of one run", list(_cost_columns(frame))),
         "target": (f"Until the {goal} was reached", list(_target_columns(frame))),
@@ -193,6 +205,8 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
         yield from column("over seeds", "last", f"{note}freedom", "ci95_seeds", always=True)
     note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "
     yield from column("unseen clients", "unseen", f"{note}round; no other column counts them", "std_unseen")
+    note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the last "
+    yield from column("honest clients", "honest", f"{note}evaluated round", "std_honest")
     means, weighted = _floats(frame, key("last")), _floats(frame, key("last_weighted"))
     if (~np.isclose(means, weighted, rtol=1e-9, atol=0) & means.notna() & weighted.notna()).any():
         note = "mean at the last round, clients weighted by test examples"
@@ -224,6 +238,21 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     if _has(frame, "status"):
         cells = frame["status"].fillna("").astype(str).tolist()
         yield Column("status", note="runs that are not finished", align="left"), cells
+
+
+def _trust_columns(frame: pd.DataFrame) -> Iterator[Cells]:
+    for title, key, form, unit, note in (
+        ("backdoor success", "backdoor_success", format_percent, "%",
+         "share of test examples of other classes that models of honest clients take for the target of the "
+         "attack once they have its trigger, at the last evaluated round, mean over seeds; lower is better"),
+        ("hostile weight", "hostile_weight", format_percent, "%",
+         "share that hostile clients have of the weights (of norm_bound: factors) that the rule gave to replies, "
+         "mean over rounds; lower is better"),
+        ("ε", "epsilon", _format_epsilon, "",
+         "privacy that was spent: of the models that the server released or, under local privacy, of the client "
+         "that sent most; lower is better"),
+    ):  # fmt: skip
+        yield from _column(frame, title, key, form, unit=unit, note=note)
 
 
 def _size_columns(frame: pd.DataFrame, is_varied: bool) -> Iterator[Cells]:
@@ -303,6 +332,10 @@ def _format_recovery(value: float, half: float) -> str:
     if math.isnan(value):
         return MISSING
     return (f"{value:.2f}" if math.isnan(half) else f"{value:.2f} ± {half:.2f}").replace("-", "−")
+
+
+def _format_epsilon(value: float) -> str:
+    return MISSING if math.isnan(value) else f"{value:.3g}"
 
 
 def _floats(frame: pd.DataFrame, key: str) -> pd.Series:

@@ -1,0 +1,143 @@
+"""What a report says of protected and attacked runs: sentences on the setting, columns of the comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from ..simulation.participants import round_half_up
+from ..simulation.records import RunRecord
+from .formats import format_number, one_line
+from .frame import hostile_clients, section, unseen_clients
+from .groups import Group
+from .measures import MEASURES
+from .metrics import Run, curve_over_seeds, estimate
+
+RULES = {
+    "median": "the median of each coordinate",
+    "trimmed_mean": "the trimmed mean of each coordinate",
+    "geometric_median": "the geometric median (RFA)",
+    "norm_bound": "the mean of updates scaled to at most their median norm",
+    "krum": "Krum",
+    "multi_krum": "multi-Krum",
+}
+COUNTING = ("trimmed_mean", "krum", "multi_krum")  # rules that count on a share of hostile replies
+
+
+def describe_trust(run: RunRecord) -> list[str]:
+    """Sentences on what protects updates, by which rule they are reduced, and who attacks; none by default."""
+    settings = section(run.config, "run")
+    tables = ("compression", "clipping", "privacy", "robust", "attack", "secure")
+    compression, clipping, privacy, robust, attack, secure = (section(settings, name) for name in tables)
+    found = []
+    if uplink := compression.get("uplink"):
+        feedback = ", with error feedback" if compression.get("error_feedback") else ""
+        found.append(f"Updates are compressed: {one_line(uplink)}{feedback}.")
+    if norm := clipping.get("norm"):
+        quantile = clipping.get("quantile")
+        follows = f" at first; the bound follows the {quantile:g} quantile of their norms" if quantile else ""
+        found.append(f"Updates are clipped to a norm of {norm:g}{follows}.")
+    if privacy.get("kind", "none") != "none":
+        found.append(_describe_privacy(run, privacy))
+    if (rule := robust.get("rule", "mean")) != "mean":
+        share = (
+            f", with at most {format_number(100 * robust['hostile'])} % hostile" if rule in COUNTING else ""
+        )
+        found.append(f"The server takes {RULES.get(rule, one_line(rule))} of the replies{share}.")
+    if attack.get("kind", "none") != "none":
+        found.append(_describe_attack(run, attack))
+    if secure.get("on"):
+        found.append(
+            f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the server "
+            f"learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
+        )
+    return found
+
+
+def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
+    recorded = [record.observed["privacy"] for record in run.rounds if "privacy" in record.observed]
+    numbers = {
+        "noise multiplier σ": recorded[0]["noise"] if recorded else privacy.get("noise"),
+        "budget ε": privacy.get("epsilon"),
+        "δ": privacy.get("delta"),
+    }
+    found = ", ".join(f"{name} = {value:.4g}" for name, value in numbers.items() if value is not None)
+    of = "in which one client has other data" if is_replacing(run) else "that differ by one client"
+    kind, accountant = one_line(privacy["kind"]), one_line(privacy.get("accountant"))
+    return f"Differential privacy of clients, {kind}: {found}; ε is for federations {of} (accountant {accountant})."
+
+
+def is_replacing(run: RunRecord) -> bool:
+    """Whether neighboring federations of a private run differ by other data of a client, not by its absence.
+
+    See :attr:`fedlowrank.trust.accounting.Sampling.relation`; under local privacy it is always so.
+    """
+    settings = section(run.config, "run")
+    seen = len(run.clients) - len(unseen_clients(run))
+    drawn = max(1, round_half_up(settings.get("participation", 1.0) * seen))
+    is_fixed = settings.get("sampling") != "poisson" and drawn < seen
+    return section(settings, "privacy").get("kind") == "local" or is_fixed
+
+
+def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
+    kind, hostile = attack["kind"], len(hostile_clients(run))
+    strength = f", strength {attack['strength']:g}" if attack.get("strength") is not None else ""
+    target = f" to class {attack.get('target', 0)}" if kind == "backdoor" else ""
+    return (
+        f"{hostile} of the {len(run.clients)} clients are hostile: {one_line(kind).replace('_', ' ')}{target}"
+        f"{strength}. Results are over all clients; the column “honest clients” leaves the hostile ones out."
+    )
+
+
+def privacy_curve(group: Group) -> pd.DataFrame:
+    """ε spent after each round, over seeds; empty where nothing is private."""
+    return _curve(group, "privacy", "epsilon")
+
+
+def clipping_curve(group: Group) -> pd.DataFrame:
+    """The clipping norm after each round, over seeds; empty where it is fixed."""
+    return _curve(group, "clipping", "norm")
+
+
+def _curve(group: Group, kind: str, name: str) -> pd.DataFrame:
+    tables = [run.reported(kind) for run in group.runs]
+    return curve_over_seeds(table[name] for table in tables if name in table)
+
+
+def hostile_weight(run: Run) -> float:
+    """Share of the weights of replies that a rule gave to hostile clients, mean over rounds; NaN if unknown."""
+    weights, hostile = run.reported("weight"), hostile_clients(run.record)
+    if not hostile or weights.empty:
+        return math.nan
+    of_hostile = weights[[name for name in weights if int(name) in hostile]].sum(axis=1)
+    return float((of_hostile / weights.sum(axis=1)).mean())
+
+
+def trust_row(group: Group) -> dict[str, float | None]:
+    """Columns of the CSV about privacy and attacks; empty for runs without.
+
+    ``accuracy_honest`` is the mean over honest clients that can train, ``accuracy_std_honest`` its standard
+    deviation over them; ``backdoor_success`` the share of triggered examples that models of honest clients
+    take for the target, ``hostile_weight`` that of :func:`hostile_weight`; ``epsilon`` the ε that was spent.
+    """
+    row: dict[str, float | None] = {}
+    if any(hostile_clients(run.record) for run in group.runs):
+        for measure in MEASURES:
+            for name in ("honest", "std_honest"):
+                found = estimate(group.results(measure=measure)[name])
+                row[measure.column(name)] = found.mean if found else None
+    numbers = {
+        "backdoor_success": [_last(run, "backdoor", "success") for run in group.runs],
+        "hostile_weight": [hostile_weight(run) for run in group.runs],
+        "epsilon": [_last(run, "privacy", "epsilon") for run in group.runs],
+    }
+    return row | {name: found.mean for name, values in numbers.items() if (found := estimate(values))}
+
+
+def _last(run: Run, kind: str, name: str) -> float:
+    """The last value of what a run reports; NaN if there is none."""
+    table = run.reported(kind)
+    return float(table[name].iloc[-1]) if name in table else math.nan
