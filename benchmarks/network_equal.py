@@ -135,9 +135,7 @@ def main() -> None:
             write_json(base / "nodes.json", nodes)
             for method in args.methods.split(","):
                 made = ExperimentConfig.parse(tables(method, args.rounds))
-                run = simulate(
-                    made.build_method(method), made.federation(), **dict(vars(made.run))
-                ).run
+                run = simulate(made.build_method(method), made.federation(), **dict(vars(made.run))).run
                 found = []
                 for how in (simulated, lambda m, b: deployed(m, b, link, places)):
                     wrong = differences(run, *how(made, base / method))
