@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.core.contribution import Each, Mean, Sum
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.tree import TreeError, tree
@@ -488,3 +489,20 @@ def test_nobody_gives_nothing_and_a_round_must_be_over() -> None:
         aggregator.finish()
     aggregator.skip(4)
     assert aggregator.finish() is None
+
+
+def test_the_adaptors_of_a_mixture_are_reduced_by_their_products() -> None:
+    rng = np.random.default_rng(0)
+    trees = [
+        {
+            "a": Pairs(
+                torch.from_numpy(rng.normal(size=(2, 6, 2))), torch.from_numpy(rng.normal(size=(2, 4, 2)))
+            )
+        }
+        for _ in range(5)
+    ]
+    found = robust_mean(trees, [1.0] * 5, "median", 0.2)["a"]
+    products = np.median(np.stack([t["a"].dense().numpy() for t in trees]), 0)
+    for c in range(2):
+        u, s, vt = np.linalg.svd(products[c])
+        assert np.allclose(found.dense()[c].numpy(), (u[:, :2] * s[:2]) @ vt[:2], atol=1e-8)

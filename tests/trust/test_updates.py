@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.core import tree
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.pair import Pair
@@ -63,6 +64,18 @@ def test_ranks_of_upload_and_reference_may_differ_in_inner_products() -> None:
     vectors = np.stack([dense(u, r) for u, r in uploads])
     found = gram([blocks(u, r, SCALE) for u, r in uploads])
     assert np.allclose(found.numpy(), vectors @ vectors.T, rtol=1e-10)
+
+
+def test_the_adaptors_of_a_mixture_are_products_cluster_by_cluster() -> None:
+    upload, reference = (Pairs(draw(3, 7, 2, seed=i), draw(3, 5, 2, seed=i + 50)) for i in (1, 2))
+    dense = (upload.dense() - reference.dense()).numpy()
+    assert norm({"a": upload}, {"a": reference}) == pytest.approx(np.linalg.norm(dense), rel=1e-12)
+    other = blocks({"a": reference}, ITSELF, 1.0)
+    expected = float((dense * reference.dense().numpy()).sum())
+    assert inner(blocks({"a": upload}, {"a": reference}, 1.0), other) == pytest.approx(expected, rel=1e-10)
+    clipped, _ = shrink({"a": upload}, {"a": reference}, 0.5)
+    found = (clipped["a"].dense() - reference.dense()).numpy()
+    assert np.linalg.norm(found) == pytest.approx(0.5, rel=1e-9)
 
 
 def test_a_factored_matrix_and_a_dense_one_have_an_inner_product() -> None:

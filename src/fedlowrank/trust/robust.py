@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters.mixture import Pairs
 from ..core import tree
 from ..core.contribution import Aggregator, Each, Mean, Sum
 from ..core.errors import ConfigError, TaskError, did_you_mean
@@ -22,6 +23,7 @@ from ..linalg.delta import split_svd
 from ..linalg.factored import Factored
 from ..linalg.pair import Pair
 from ..linalg.randomized_svd import leading_triplets
+from .updates import products_of
 
 CoordinateRule = Callable[[Tensor, Tensor], Tensor]
 """Maps values ``[n, ...]`` and weights ``[n]`` to ``[...]``."""
@@ -248,8 +250,12 @@ def _reduce_nodes(nodes: Sequence[Any], weights: Tensor, rule: CoordinateRule) -
         flat = [t.detach().reshape(-1) for t in nodes]
         blocks = _row_blocks(len(flat[0]), len(flat))
         return torch.cat([rule(torch.stack([t[i] for t in flat]), weights) for i in blocks]).view_as(first)
-    if isinstance(first, Pair) and first.b.numel() and first.a.numel():
-        return _reduce_products(nodes, weights, rule)
+    if products_of(first):
+        columns = zip(*(products_of(node) for node in nodes), strict=True)
+        found = [_reduce_products(pairs, weights, rule) for pairs in columns]
+        if isinstance(first, Pair):
+            return found[0]
+        return Pairs(torch.stack([p.b for p in found]), torch.stack([p.a.mT for p in found]))
     if isinstance(first, (list, tuple)):
         return type(first)(_reduce_nodes(children, weights, rule) for children in zip(*nodes, strict=True))
     if isinstance(first, dict) or dataclasses.is_dataclass(first):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters.mixture import Pairs
 from ..core import tree
 from ..core.tree import Params, TreeError
 from ..linalg.factored import Factored
@@ -61,7 +62,7 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
             raise TreeError(f"the reference at {path or 'its top'} does not have the shape of the upload's")
         yield path, upload, reference
         return
-    if isinstance(upload, Factored) or (isinstance(upload, Pair) and upload.b.numel() and upload.a.numel()):
+    if isinstance(upload, Factored) or products_of(upload):
         if not whole and type(reference) is not type(upload):
             raise TreeError(f"the reference at {path or 'its top'} is no {type(upload).__name__}")
         yield path, upload, reference
@@ -134,19 +135,30 @@ def blocks(upload: Any, reference: Any, scale: float) -> dict[str, Block]:
     """
     found: dict[str, Block] = {}
     for path, part, ref in parts(upload, reference):
-        if isinstance(part, Pair):
-            left, right = _factors(part, scale)
-            if isinstance(ref, Pair):
-                minus, more = _factors(ref, -scale)
+        bases = products_of(ref)
+        for k, pair in enumerate(products_of(part)):
+            left, right = _factors(pair, scale)
+            if bases:
+                minus, more = _factors(bases[k], -scale)
                 left, right = torch.cat([left, minus], 1), torch.cat([right, more])
-            found[path] = Product(left, right)
-        elif isinstance(part, Factored) and type(ref) is float:
+            found[f"{path}/{k}"] = Product(left, right)
+        if products_of(part):
+            continue
+        if isinstance(part, Factored) and type(ref) is float:
             found[path] = Product((part.u * part.s).double(), part.v.mT.double())
         elif isinstance(part, Tensor):
             found[path] = part.detach().double() - (0.0 if type(ref) is float else ref.detach().double())
         else:
             raise TreeError(f"a factored matrix at {path} beside a reference")
     return found
+
+
+def products_of(part: Any) -> list[Pair]:
+    """The products of a part of an upload: one of a pair, one a cluster of a mixture's pairs, none of others."""
+    if isinstance(part, Pairs):
+        return [Pair(u, v.mT) for u, v in zip(part.u, part.v, strict=True)]
+    # a method that shares one factor leaves the other empty
+    return [part] if isinstance(part, Pair) and part.b.numel() and part.a.numel() else []
 
 
 def _factors(pair: Pair, scale: float) -> tuple[Tensor, Tensor]:
@@ -254,15 +266,17 @@ class _Squares:
 
     def add(self, part: Any, ref: Any, scale: float, *, effective: bool) -> None:
         """Take in a part of the upload."""
-        if effective and isinstance(part, Pair):
-            at_b, at_a = (ref.b, ref.a) if isinstance(ref, Pair) else (part.b * 0, part.a * 0)
-            b0, a0 = at_b.detach().double() * scale, at_a.detach().double()
-            d, e = part.b.detach().double() * scale - b0, part.a.detach().double() - a0
-            first = {"": Product(torch.cat([d, b0], 1), torch.cat([a0, e]))}
-            second = {"": Product(d, e)}
-            self.c2 += inner(first, first)
-            self.c3 += 2 * inner(first, second)
-            self.c4 += inner(second, second)
+        pairs, bases = products_of(part), products_of(ref)
+        if effective and pairs:
+            for k, pair in enumerate(pairs):
+                base = bases[k] if bases else Pair(pair.b * 0, pair.a * 0)
+                b0, a0 = _factors(base, scale)
+                b, a = _factors(pair, scale)
+                first = {"": Product(torch.cat([b - b0, b0], 1), torch.cat([a0, a - a0]))}
+                second = {"": Product(b - b0, a - a0)}
+                self.c2 += inner(first, first)
+                self.c3 += 2 * inner(first, second)
+                self.c4 += inner(second, second)
         elif effective and isinstance(part, Factored):
             whole = {"": Product((part.u * part.s).double(), part.v.mT.double())}
             self.c4 += inner(whole, whole)
