@@ -62,6 +62,7 @@ class TestSetting:
             ({"clipping": {"norm": 0.5, "quantile": 0.7}}, "norm of 0.5 at first; the bound follows the 0.7 quantile"),
             ({"robust": {"rule": "median", "hostile": 0.3}}, "takes the median of each coordinate of the replies."),
             ({"robust": {"rule": "krum", "hostile": 0.3}}, "takes Krum of the replies, with at most 30 % hostile."),
+            ({"robust": {"rule": "median", "weights": "examples"}}, "of the replies, weighed by examples."),
             ({"robust": {"rule": "own"}}, "takes own of the replies."),
             ({"secure": {"on": True, "bits": 16}}, "±8, quantized to 16 bits, the server learns the total, if 66 %"),
             ({"sampling": "poisson"}, "100 % of clients in each, each drawn by itself (Poisson sampling)."),

@@ -43,10 +43,11 @@ def describe_trust(run: RunRecord) -> list[str]:
     if privacy.get("kind", "none") != "none":
         found.append(_describe_privacy(run, privacy))
     if (rule := robust.get("rule", "mean")) != "mean":
+        weighed = ", weighed by examples" if robust.get("weights") == "examples" else ""
         share = (
             f", with at most {format_number(100 * robust['hostile'])} % hostile" if rule in COUNTING else ""
         )
-        found.append(f"The server takes {RULES.get(rule, one_line(rule))} of the replies{share}.")
+        found.append(f"The server takes {RULES.get(rule, one_line(rule))} of the replies{share}{weighed}.")
     if attack.get("kind", "none") != "none":
         found.append(_describe_attack(run, attack))
     if secure.get("on"):
