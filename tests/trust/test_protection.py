@@ -253,17 +253,17 @@ def test_every_engine_gives_the_same(engine: str, settings: dict[str, Any]) -> N
 
 
 def test_local_noise_is_added_to_every_update() -> None:
+    """And every client counts the same, for its number of examples is data."""
     settings: dict[str, Any] = {"clipping": Clipping(0.05)}
-    plain = run_of(rounds=1, **settings)
+    plain = run_of(dataclasses.replace(METHOD, weighting="uniform"), rounds=1, **settings)
     noisy = run_of(rounds=1, **settings, privacy=Privacy("local", noise=2.0, delta=1e-3))
     plain.step()
     noisy.step()
     noise = vector(start_of(noisy)) - vector(start_of(plain))
-    weights = np.array([i.examples for i in plain.federation.infos], dtype=float)
-    weights /= weights.sum()
-    expected = 2.0 * 0.05 * np.sqrt((weights**2).sum())
+    expected = 2.0 * 0.05 / np.sqrt(4)
     low, high = stats.chi2(len(noise)).interval(0.999)
     assert low < float((noise**2).sum()) / expected**2 < high
+    assert abs(stats.zscore(noise)).max() < 5
 
 
 def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:

@@ -213,6 +213,8 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> Any:
         """The method's; with central noise, what it adds to that of the reference."""
         upload = self.decode(upload, client, server)
+        # a client's number of examples is data, so under privacy no weight depends on it
+        client = client if self.trust.privacy.kind == "none" else _unweighted(client)
         if self.is_central:
             found: Any = {"sum": Sum(self._change(upload.rest, client, server))}
         else:
@@ -227,7 +229,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     def _change(self, upload: Any, client: ClientInfo, server: ServerState) -> Params:
         """What an upload adds to the contribution of the reference, its norm at most the clipping norm."""
         base = dict(_numbers(self._base(client, server)))
-        mine = dict(_numbers(self.inner.contribution(upload, _unweighted(client), server.inner)))
+        mine = dict(_numbers(self.inner.contribution(upload, client, server.inner)))
         change = {path: mine[path].double() - t.double() for path, t in base.items()}
         size = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
         return {path: t * min(1.0, server.clip / size) if size else t for path, t in change.items()}
@@ -258,6 +260,8 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         if self.is_central:
             total = self._noised(server, total["sum"], noise, view)
             view = dataclasses.replace(view, replied=(), planned=self.expected / len(view.task.clients))
+        elif self.trust.privacy.kind == "local":
+            view = dataclasses.replace(view, replied=[_unweighted(client) for client in view.replied])
         return ServerState(self.inner.server_update(server.inner, total, view), clip)
 
     def _share_within(self, total: Any, source: Source) -> float:
