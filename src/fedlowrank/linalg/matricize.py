@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,21 @@ def unpack_weights(weights: Weights, like: Params) -> Params:
         else:
             out[n] = (w.dense() if isinstance(w, Sparse) else w).contiguous()
     return out
+
+
+def dense_weights(value: Any, like: Params) -> Any:
+    """A tree in which weights that are factors or sparse are whole; dicts hold them by the names of parameters.
+
+    Args:
+        value: any tree.
+        like: parameters of the model, which tell the shapes.
+    """
+    if not isinstance(value, dict):
+        return value
+    return {
+        n: unpack_weights({n: w}, like)[n] if isinstance(w, (LowRank, Sparse)) else dense_weights(w, like)
+        for n, w in value.items()
+    }
 
 
 def count_parameters(parts: Sequence[Weights], like: Params) -> int:

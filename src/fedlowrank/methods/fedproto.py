@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Sum
+from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
@@ -116,7 +117,9 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
         """The sum of the prototypes of each class, and their weights."""
-        # over a network a client could claim any count; it has no more examples of a class than in all
+        # over a network a client could claim any count, and a class twice; it has no more examples than in all
+        if len(upload.labels.unique()) < len(upload.labels):
+            raise TaskError(f"FedProto: client {client.id} sent a class twice")
         count = upload.count.clamp(max=client.examples)
         w = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
         prototypes = torch.zeros_like(server.mean).index_add(0, upload.labels, w[:, None] * upload.mean)

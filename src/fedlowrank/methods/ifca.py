@@ -26,7 +26,7 @@ from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
-from .families.clusters import by_cluster, cluster_means, initial_models, losses_of, select
+from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
 
 
 @tree
@@ -81,7 +81,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         """The trained model, in the mean of the cluster that the client chose."""
         del server
         examples = client.examples if self.weighting == "examples" else 1.0
-        return by_cluster(upload.model, [s * examples for s in upload.choice.tolist()])
+        return by_cluster(upload.model, [s * examples for s in bounded_shares(upload.choice).tolist()])
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """The mean of the members of each cluster."""

@@ -231,7 +231,8 @@ class ClientRuntime:
             iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)]))
         )
         if outcome.error is not None:
-            return dataclasses.replace(reply, problem=str(outcome.error), kind="training"), b""
+            why = "its training failed" if self.is_private else str(outcome.error)
+            return dataclasses.replace(reply, problem=why, kind="training"), b""
         if not self.is_private:
             # all of it tells of the client's data
             meter = outcome.meter

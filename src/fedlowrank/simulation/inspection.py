@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contribution import Aggregator, Each, Mean, Sum, map_leaves
+from ..core.contribution import Aggregator, Each, Mean, Sum, leaves, map_leaves
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Method, Task
 from ..data.federation import Federation
+from ..linalg.matricize import dense_weights
+from ..training.tracing import trace_upload
 from ..trust.attacks import attack_updates
 from ..trust.robust import (
     COORDINATE_RULES,
@@ -27,7 +29,7 @@ from ..trust.robust import (
 )
 from ..trust.secure_sums import SecureAggregator
 from ..trust.settings import Trust
-from ..trust.updates import blocks, gram, norm, shrink, update_of, with_update
+from ..trust.updates import blocks, gram, norm, products_of, shrink, update_of, with_update
 from .preparation import counted
 from .round_results import Contribute, RoundResults
 from .settings import RunSettings
@@ -52,18 +54,25 @@ class Inspection:
         task: of the run.
         trust: says which attack and which rule.
         hostile: the hostile clients.
+        effective: compare products; False where the server averages factors by themselves.
     """
 
     method: AnyMethod
     task: Task
     trust: Trust
     hostile: frozenset[int]
+    effective: bool = True
 
     @classmethod
     def of(cls, method: AnyMethod, task: Task, trust: Trust, hostile: frozenset[int]) -> Inspection | None:
         """None where no attack and no rule needs all uploads together."""
         needed = trust.attack.kind in ON_UPDATES or trust.robust.rule in WEIGHING
-        return cls(method, task, trust, hostile) if needed else None
+        if not needed:
+            return None
+        server, client = method.server_init(task), task.clients[0]
+        upload, _ = trace_upload(method, task, client, method.download(server, client))
+        averaged = averages_factors(method.contribution(upload, client, server))
+        return cls(method, task, trust, hostile, not averaged)
 
     def judge(
         self, uploads: Mapping[int, Any], server: Any, key: Key
@@ -84,7 +93,7 @@ class Inspection:
         """
         method, infos = self.method, {c.id: c for c in self.task.clients}
         found = {i: method.decode(u, infos[i], server) for i, u in uploads.items()}
-        references = {i: method.reference(method.download(server, infos[i]), infos[i]) for i in found}
+        references = {i: self._reference(infos[i], server) for i in found}
         if self.trust.attack.kind in ON_UPDATES:
             updates = {i: update_of(u, references[i]) for i, u in found.items()}
             sent = attack_updates(updates, self.hostile, self.trust.attack, key)
@@ -92,10 +101,17 @@ class Inspection:
             found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
         weights = dict.fromkeys(found, 1.0)
         if self.trust.robust.rule in WEIGHING and found:
-            weights = self._weigh(found, references, infos)
-        if self.trust.robust.rule == "norm_bound":
-            found = {i: self._bounded(u, references[i], weights[i], infos[i]) for i, u in found.items()}
+            effective = self.effective
+            weights = self._weigh(found, references, infos, effective=effective)
+            if self.trust.robust.rule == "norm_bound":
+                for i, u in found.items():
+                    found[i] = self._bounded(u, references[i], weights[i], infos[i], effective=effective)
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
+
+    def least_replies(self, count: int) -> int:
+        """How many replies the rule needs where so many are expected: 2 f + 3 of Krum."""
+        robust = self.trust.robust
+        return 2 * hostile_count(robust.hostile, count) + 3 if robust.rule in ("krum", "multi_krum") else 0
 
     def settle(
         self, found: RoundResults, contribute: Contribute, server: Any, key: Key
@@ -117,9 +133,15 @@ class Inspection:
         infos = {c.id: c for c in self.task.clients}
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
-            chosen, found = self.judge(uploads, server, key)
+            needed = self.least_replies(len(uploads))
+            if uploads and len(uploads) < needed:
+                found.aggregator.reason = (
+                    f"{self.trust.robust.rule} needs at least {needed} replies, and there were {len(uploads)}"
+                )
+                return {}
+            chosen, ruled = self.judge(uploads, server, key)
             used.update(chosen)
-            weights.update(found)
+            weights.update(ruled)
             counts.update(zip(chosen, self._counts(infos, list(chosen)).tolist(), strict=True))
             return chosen
 
@@ -145,17 +167,28 @@ class Inspection:
             else contribution
         )
 
+    def _reference(self, info: ClientInfo, server: Any) -> Any:
+        found = self.method.reference(self.method.download(server, info), info)
+        return dense_weights(found, self.task.model(info).initial)
+
     def _weigh(
-        self, uploads: Mapping[int, Any], references: Mapping[int, Any], infos: Mapping[int, ClientInfo]
+        self,
+        uploads: Mapping[int, Any],
+        references: Mapping[int, Any],
+        infos: Mapping[int, ClientInfo],
+        *,
+        effective: bool,
     ) -> dict[int, float]:
         scales = {i: self.method.product_scale(self.task, infos[i]) for i in uploads}
         rule, n = self.trust.robust.rule, len(uploads)
         if rule == "norm_bound":
-            norms = [norm(u, references[i], scales[i]) for i, u in uploads.items()]
+            norms = [norm(u, references[i], scales[i], effective=effective) for i, u in uploads.items()]
             found = norm_factors(torch.tensor(norms, dtype=torch.float64))
         else:
             try:
-                products = gram([blocks(u, references[i], scales[i]) for i, u in uploads.items()])
+                products = gram(
+                    [blocks(u, references[i], scales[i], effective=effective) for i, u in uploads.items()]
+                )
             except tree.TreeError as error:
                 raise TaskError(
                     f"robust.rule = {rule!r} compares updates, and those of {self.method.title} differ in form: {error}. "
@@ -178,11 +211,25 @@ class Inspection:
             [float(counted(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
         )
 
-    def _bounded(self, upload: Any, reference: Any, factor: float, info: ClientInfo) -> Any:
+    def _bounded(
+        self, upload: Any, reference: Any, factor: float, info: ClientInfo, *, effective: bool
+    ) -> Any:
         if factor >= 1:
             return upload
         scale = self.method.product_scale(self.task, info)
-        return shrink(upload, reference, factor * norm(upload, reference, scale), scale)[0]
+        size = norm(upload, reference, scale, effective=effective)
+        return shrink(upload, reference, factor * size, scale, effective=effective)[0]
+
+
+def averages_factors(contribution: Any) -> bool:
+    """Whether the server averages factors and not their products; then (cB, A/c) is another reply than (B, A)."""
+
+    def holds(value: Any) -> bool:
+        if products_of(value):
+            return True
+        return any(holds(child) for _, child in tree._items(value, "") or ())
+
+    return any(isinstance(leaf, (Mean, Sum)) and holds(leaf.value) for _, leaf in leaves(contribution))
 
 
 def aggregator_of(

@@ -11,7 +11,7 @@ from statistics import median_low
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.errors import TaskError
+from ..core.errors import ConfigError, TaskError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -118,6 +118,12 @@ class Run:
             method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
+        count = round(self.draws.expected)
+        if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):
+            raise ConfigError(
+                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and {count} clients are "
+                "drawn; raise run.participation or lower robust.hostile"
+            )
         self.evaluator = Evaluator(self.method, self.federation, self.task, engine)
         self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from ..core.contribution import Mean, Sum, leaves, map_leaves
 from ..core.key import Key
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.tree import Params
+from ..linalg.matricize import dense_weights
 from ..training.tracing import trace_upload
 from .abilities import refuse
 from .accounting import default_count_noise, next_clip, split_noise
@@ -39,7 +40,15 @@ from .compression import Compressed, compress, decompress, parse_stages, with_fe
 from .noise import Source, gaussian
 from .settings import Trust
 from .stages import Stage
-from .updates import replace_numbers, shrink, update_of, with_compared, with_update, without_compared
+from .updates import (
+    referenced,
+    replace_numbers,
+    shrink,
+    update_of,
+    with_compared,
+    with_update,
+    without_compared,
+)
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -95,9 +104,11 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         noise: σ; 0 for none.
         expected: clients that are expected in a round, qN.
         system: noise comes from the operating system, and not from the seed of the run.
+        initial: parameters of each architecture, which tell the shapes of weights that are sent as factors.
     """
 
     inner: AnyMethod = field(kw_only=True)
+    initial: Mapping[str, Params] = field(kw_only=True, repr=False)
     trust: Trust = field(kw_only=True)
     noise: float = field(kw_only=True, default=0.0)
     expected: float = field(kw_only=True, default=1.0)
@@ -144,7 +155,10 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def reference(self, down: Download, client: ClientInfo) -> Upload:
         """Of a decoded upload."""
-        return Upload(self.inner.reference(down.message, client), None, None)
+        return Upload(self._reference(down.message, client), None, None)
+
+    def _reference(self, message: Any, client: ClientInfo) -> Any:
+        return dense_weights(self.inner.reference(message, client), self.initial[client.architecture])
 
     def server_init(self, task: Task) -> ServerState:
         """The method's, and the first clipping norm."""
@@ -163,7 +177,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     ) -> tuple[ClientState, Upload]:
         """The method's, then: clip, add noise, compress."""
         inner, upload = self.inner.local_update(state.inner, down.message, view)
-        reference = self.inner.reference(down.message, view.info)
+        reference = self._reference(down.message, view.info)
         upload, within = self._clipped(upload, reference, down, view)
         if self.trust.privacy.kind == "local":
             upload = self._with_local_noise(upload, reference, down, view)
@@ -187,10 +201,14 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
         effective, scale = self.trust.privacy.kind == "none", self.product_scale(view.task, view.info)
         upload, size = shrink(upload, reference, bound, scale, effective=effective)
+        if not effective and not math.isfinite(size):
+            # what cannot be bounded is not sent
+            upload = replace_numbers(upload, referenced(upload, reference))
         return upload, torch.tensor([float(size <= bound)]) if self.is_adaptive else None
 
     def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
-        update = update_of(upload, reference)
+        # in float64, and rounded once
+        update = {path: u.double() for path, u in update_of(upload, reference).items()}
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         noise = gaussian(update, self.noise * float(bound or 0.0), self._source(view.key))
         return with_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
@@ -205,7 +223,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         """The upload with the update that came out of its compressed form."""
         if upload.update is None:
             return upload
-        reference = self.inner.reference(self.inner.download(server.inner, client), client)
+        reference = self._reference(self.inner.download(server.inner, client), client)
         like = update_of(reference, reference, compared=True)
         rest = with_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
         return Upload(rest, None, upload.within)
@@ -236,8 +254,8 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def _base(self, client: ClientInfo, server: ServerState) -> Any:
         """The contribution of the reference: of a client that has learnt nothing."""
-        down = self.inner.download(server.inner, client)
-        return self.inner.contribution(self.inner.reference(down, client), _unweighted(client), server.inner)
+        reference = self._reference(self.inner.download(server.inner, client), client)
+        return self.inner.contribution(reference, _unweighted(client), server.inner)
 
     def without_replies(self, server: ServerState) -> Any:
         """With central noise, an empty sum: a round without clients releases noise, too."""
@@ -344,7 +362,10 @@ def protect(
     if privacy == "central" and trust.clipping.quantile is not None:
         # refuses too few clients before any is trained
         split_noise(noise, default_count_noise(expected))
-    protected = Protected(inner=method, trust=trust, noise=noise, expected=expected, system=system)
+    initial = {name: model.initial for name, model in task.architectures.items()}
+    protected = Protected(
+        inner=method, trust=trust, noise=noise, expected=expected, system=system, initial=initial
+    )
     if stages:
         _warn_of_growth(method, protected, task, trust.compression.uplink)
     return protected

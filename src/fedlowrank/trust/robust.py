@@ -71,7 +71,7 @@ def krum_weights(gram: Tensor, hostile: int, select: int) -> Tensor:
     return torch.zeros_like(scores).index_fill_(0, scores.argsort(stable=True)[:select], 1 / select)
 
 
-def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, steps: int = 10) -> Tensor:
+def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, steps: int = 100) -> Tensor:
     """Weights by which the updates' mean is their geometric median (RFA), float64 ``[n]``; they sum to 1.
 
     Smoothed Weiszfeld algorithm: from the weighted mean z = Σ c_i x_i, c = weights / Σ weights, it repeats

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from ..adapters.mixture import Pairs
+from ..adapters.wire_format import Quantized, Rounded
 from ..core import tree
+from ..core.errors import TaskError
 from ..core.tree import Params, TreeError
 from ..linalg.factored import Factored
 from ..linalg.pair import Pair
@@ -54,6 +56,11 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
     """
     if reference is None:
         return
+    if isinstance(upload, (Quantized, Rounded)):
+        raise TaskError(
+            f"the factors at {path or 'its top'} are rounded by the method (tuning.wire), so that they have no update; set "
+            "tuning.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
+        )
     whole = type(reference) is float and not isinstance(upload, float)
     if isinstance(upload, Tensor):
         if not upload.is_floating_point():
@@ -122,17 +129,21 @@ def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -
 def with_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
     """The upload whose update is another one: the reference plus that."""
     base = referenced(upload, reference)
-    return replace_numbers(upload, {path: base[path] + u.to(base[path]) for path, u in update.items()})
+    numbers = {path: (base[path].double() + u.double()).to(base[path]) for path, u in update.items()}
+    return replace_numbers(upload, numbers)
 
 
-def blocks(upload: Any, reference: Any, scale: float) -> dict[str, Block]:
+def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True) -> dict[str, Block]:
     """The effective update, in float64: a tensor or a product for each part, by path.
 
     Args:
         upload: of the client.
         reference: of its upload.
         scale: s of the products of its pairs.
+        effective: take products as such; otherwise all numbers that are sent.
     """
+    if not effective:
+        return {path: u.double() for path, u in update_of(upload, reference).items()}
     found: dict[str, Block] = {}
     for path, part, ref in parts(upload, reference):
         bases = products_of(ref)

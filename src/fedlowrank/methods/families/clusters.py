@@ -131,8 +131,14 @@ def routes_of(title: str, router: Router, client: ClientInfo, pi: Tensor, count:
 
 def cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> list[float]:
     """The weights π^k_c N^k of a client's reply; where it sent no π^k, that is the one-hot of its known cluster."""
-    route = known_route(title, client, count) if pi is None else pi
+    route = known_route(title, client, count) if pi is None else bounded_shares(pi)
     return [p * client.examples for p in route.tolist()]
+
+
+def bounded_shares(pi: Tensor) -> Tensor:
+    """Shares of clusters as a client sent them; those that are none, below 0 or above 1 in all, are brought there."""
+    shares = pi.clamp(0, 1)
+    return shares / shares.sum() if shares.sum() > 1 + 1e-3 else shares
 
 
 def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
