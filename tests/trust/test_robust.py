@@ -171,7 +171,7 @@ def test_the_geometric_median_breaks_down_at_half() -> None:
 def test_the_odds_of_far_updates_shrink_as_documented() -> None:
     x = np.zeros((10, 2))
     x[:4] = FAR
-    c = geometric_median_weights(gram_of(x), ones(10))[:4].sum().item(, steps=10)
+    c = geometric_median_weights(gram_of(x), ones(10), steps=10)[:4].sum().item()
     assert c / (1 - c) == pytest.approx((4 / 6) ** 11, rel=1e-6)
 
 
