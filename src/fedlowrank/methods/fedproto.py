@@ -118,7 +118,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
     def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
         """The sum of the prototypes of each class, and their weights."""
         # over a network a client could claim any count, and a class twice; it has no more examples than in all
-        if len(upload.labels.unique()) < len(upload.labels):
+        if len(torch.unique(upload.labels)) < len(upload.labels):
             raise TaskError(f"FedProto: client {client.id} sent a class twice")
         count = upload.count.clamp(max=client.examples)
         w = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
