@@ -14,7 +14,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.messages import Answer, Order, Registration
 from fedlowrank.network.transport import Message
 
-from .local import LocalTransport, agrees, lossy, lost, on_orders, ran, small, truth
+from .local import LocalTransport, agrees, changed, lossy, lost, on_orders, ran, small, truth
 
 PRIVATE: dict[str, Any] = {
     "privacy": {"kind": "central", "noise": 1.0, "delta": 1e-3},
@@ -76,6 +76,24 @@ def _runtime(folder: Path) -> Any:
     from fedlowrank.network.client import ClientRuntime
 
     return ClientRuntime(folder)
+
+
+def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    """A far reply is clipped and not refused: a refusal by the norms of others would tell of them."""
+    quiet = {**PRIVATE, "privacy": {**PRIVATE["privacy"], "noise": 1e-6}}
+    made = small("fedavg", 4, rounds=1, run=quiet)
+
+    def far(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+        found = carrier.answered(message)
+        if client == 1 and Order.from_json(message.header).train:
+            upload = tree.decode(found.payload)
+            found = changed(found, payload=tree.encode(tree.map(lambda x: x + 1e3, upload)))
+        return [found]
+
+    _, result = ran(made, tmp_path, on_orders(far))
+    assert lost(result) == [set()]
+    start = vector(truth(made, [])[0].state.server)
+    assert 0.01 < np.linalg.norm(vector(result.run.state.server) - start) <= 0.1 + 1e-4
 
 
 def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
