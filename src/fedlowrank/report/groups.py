@@ -294,5 +294,6 @@ def value_text(value: object) -> str:
 
 
 def last_part(key: str) -> str:
-    """The setting's name without its section."""
-    return key.rpartition(".")[2]
+    """The name of a setting without its section, unless every section may have one of that name."""
+    section, _, name = key.rpartition(".")
+    return f"{section.rpartition('.')[2]}.{name}" if name == "kind" else name
