@@ -140,12 +140,16 @@ class ClientRuntime:
         return self.made.load_language(self.classes)
 
     @cached_property
+    def _draws(self) -> Participants:
+        """How the server draws clients."""
+        return Participants(self.clients, self.made.run, self.federation.key)
+
+    @cached_property
     def budget(self) -> Budget | None:
         """The client's own account of its privacy, in a file of its folder; None where nothing is private."""
         if not self.is_private:
             return None
-        run = self.made.run
-        draws = Participants(self.clients, run, self.federation.key)
+        run, draws = self.made.run, self._draws
         budget = Budget(run.privacy, draws.sampling, run.rounds, run.participation, seeded=False)
         budget.open(self.folder / "privacy.jsonl")
         return budget
@@ -153,8 +157,7 @@ class ClientRuntime:
     @cached_property
     def method(self) -> Method[Any, Any, Any, Any]:
         """The experiment's method; its updates are protected as the experiment says."""
-        run = self.made.run
-        draws = Participants(self.clients, run, self.federation.key)
+        run, draws = self.made.run, self._draws
         method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
         return protect(method, task, run.trust, self.budget, expected=draws.expected, system=True)
 

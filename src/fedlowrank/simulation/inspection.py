@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from statistics import median_low
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..trust.robust import (
 from ..trust.secure_sums import SecureAggregator
 from ..trust.settings import Trust
 from ..trust.updates import blocks, gram, norm, products_of, shrink, update_of, with_update
-from .preparation import counted
+from .preparation import counted, usual_examples
 from .round_results import Contribute, RoundResults
 from .settings import RunSettings
 
@@ -101,11 +100,10 @@ class Inspection:
             found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
         weights = dict.fromkeys(found, 1.0)
         if self.trust.robust.rule in WEIGHING and found:
-            effective = self.effective
-            weights = self._weigh(found, references, infos, effective=effective)
+            weights = self._weigh(found, references, infos)
             if self.trust.robust.rule == "norm_bound":
                 for i, u in found.items():
-                    found[i] = self._bounded(u, references[i], weights[i], infos[i], effective=effective)
+                    found[i] = self._bounded(u, references[i], weights[i], infos[i])
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
 
     def least_replies(self, count: int) -> int:
@@ -176,11 +174,9 @@ class Inspection:
         uploads: Mapping[int, Any],
         references: Mapping[int, Any],
         infos: Mapping[int, ClientInfo],
-        *,
-        effective: bool,
     ) -> dict[int, float]:
         scales = {i: self.method.product_scale(self.task, infos[i]) for i in uploads}
-        rule, n = self.trust.robust.rule, len(uploads)
+        rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
         if rule == "norm_bound":
             norms = [norm(u, references[i], scales[i], effective=effective) for i, u in uploads.items()]
             found = norm_factors(torch.tensor(norms, dtype=torch.float64))
@@ -205,20 +201,17 @@ class Inspection:
         """By how much each client counts, float64 ``[n]``."""
         if self.trust.robust.weights == "equal":
             return torch.ones(len(clients), dtype=torch.float64)
-        usual = max(1, median_low(info.examples for info in self.task.clients))
-        robust = self.trust.robust
+        usual, robust = usual_examples(self.task.clients), self.trust.robust
         return torch.tensor(
             [float(counted(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
         )
 
-    def _bounded(
-        self, upload: Any, reference: Any, factor: float, info: ClientInfo, *, effective: bool
-    ) -> Any:
+    def _bounded(self, upload: Any, reference: Any, factor: float, info: ClientInfo) -> Any:
         if factor >= 1:
             return upload
         scale = self.method.product_scale(self.task, info)
-        size = norm(upload, reference, scale, effective=effective)
-        return shrink(upload, reference, factor * size, scale, effective=effective)[0]
+        size = norm(upload, reference, scale, effective=self.effective)
+        return shrink(upload, reference, factor * size, scale, effective=self.effective)[0]
 
 
 def averages_factors(contribution: Any) -> bool:

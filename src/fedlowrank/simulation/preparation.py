@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median_low
 
 from ..core.errors import DataError
 from ..core.method import ClientInfo
@@ -51,6 +52,11 @@ def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Fede
     if attack.kind == "none":
         return hostile, federation
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
+
+
+def usual_examples(clients: Sequence[ClientInfo]) -> int:
+    """The lower median of the clients' numbers of examples, at least 1."""
+    return max(1, median_low(client.examples for client in clients))
 
 
 def counted(client: ClientInfo, robust: Robust, usual: int) -> ClientInfo:

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median_low
 from typing import Any, ClassVar
 
 from ..core import tree
@@ -27,7 +26,7 @@ from .evaluation import Evaluation, Evaluator, evaluated
 from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
-from .preparation import attacked, counted, placed
+from .preparation import attacked, counted, placed, usual_examples
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
@@ -275,7 +274,7 @@ class Run:
         if robust.rule == "mean":
             return info
         if self._usual is None or self._usual[0] is not self.federation:
-            self._usual = self.federation, max(1, median_low(i.examples for i in self.federation.infos))
+            self._usual = self.federation, usual_examples(self.federation.infos)
         return counted(info, robust, self._usual[1])
 
     def _server_step(self, found: RoundResults, t: int) -> Any:

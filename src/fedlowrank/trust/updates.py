@@ -226,10 +226,7 @@ def norm(upload: Any, reference: Any, scale: float = 1.0, *, effective: bool = T
         scale: s of the products of its pairs.
         effective: take the norm of products; otherwise that of all numbers that are sent.
     """
-    squares = _Squares()
-    for _, part, ref in parts(upload, reference):
-        squares.add(part, ref, scale, effective=effective)
-    return squares.norm(1.0)
+    return _Squares.of(upload, reference, scale, effective=effective).norm(1.0)
 
 
 def shrink(
@@ -251,9 +248,7 @@ def shrink(
     Returns:
         The upload (the same object if its norm is within the bound), and the norm before.
     """
-    squares = _Squares()
-    for _, part, ref in parts(upload, reference):
-        squares.add(part, ref, scale, effective=effective)
+    squares = _Squares.of(upload, reference, scale, effective=effective)
     size = squares.norm(1.0)
     if math.isnan(size) or size <= bound:
         return upload, size
@@ -274,6 +269,14 @@ class _Squares:
     c2: float = 0.0
     c3: float = 0.0
     c4: float = 0.0
+
+    @classmethod
+    def of(cls, upload: Any, reference: Any, scale: float, *, effective: bool) -> _Squares:
+        """Those of a whole upload."""
+        squares = cls()
+        for _, part, ref in parts(upload, reference):
+            squares.add(part, ref, scale, effective=effective)
+        return squares
 
     def add(self, part: Any, ref: Any, scale: float, *, effective: bool) -> None:
         """Take in a part of the upload."""
