@@ -314,7 +314,7 @@ def check(path: str) -> None:
         said = stats.kstest(left / (noise * clip), "norm").pvalue if noise > 1e-3 else math.nan
         print(
             f"σ = {noise:g}, C = {clip:.4f}, {len(updates)} clients for qN = {RATE * CLIENTS:g}: "
-            f"what is left of the sum has mean {left.mean():.2e}, standard deviation {left.std():.4e} "
+            f"the remainder of the sum has mean {left.mean():.2e}, standard deviation {left.std():.4e} "
             f"(σC = {noise * clip:.4e}), "
             f"p = {said:.2f} of a Kolmogorov-Smirnov test against N(0, σ²C²), {len(left):,} numbers"
         )

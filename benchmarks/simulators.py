@@ -150,7 +150,7 @@ PyTorch loop loads weights, makes an optimizer for each client, and averages. *C
 of the ratio in the same turn. *Weights differ by*: the largest difference of a final weight from the plain loop's, as a
 share of the largest weight. Memory is a process's peak above torch (or JAX) and the examples.
 
-| simulator | what is left at its default | what is switched off |
+| simulator | settings at their defaults | switched off |
 | :--- | :--- | :--- |
 | fedlowrank | checks, counts of bytes and FLOPs | evaluation; no run folder |
 | pfl | its own loop and backend | evaluation; no callbacks but the clock |

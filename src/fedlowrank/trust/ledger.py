@@ -25,7 +25,7 @@ class Charge:
         noise: σ, in units of the clipping norm, of all that the round released.
         clip: C, the clipping norm.
         sampling: how the clients were drawn.
-        clients: who was charged, ascending. Central privacy charges the round even if nobody was drawn.
+        clients: who was charged, ascending. Central privacy charges the round even if no client was drawn.
     """
 
     round: int
