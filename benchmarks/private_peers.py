@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from simulator_task import MARK, Clock
+from simulator_task import Clock, next_turn
 
 WARM, PLAIN, BUDGET = 4, 6, 4.0
 """Rounds that are not timed, rounds of the run without noise, and ε."""
@@ -204,15 +204,7 @@ class Runner:
 
     def round(self) -> float:
         """CPU milliseconds of the next round."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return 1e3 * float(json.loads(line[len(MARK) :])["cpu"])
-        self._errors.seek(0)
-        raise SystemExit(f"{self.arm} failed:\n{self._errors.read()[-3000:]}")
+        return 1e3 * next_turn(self._process, self._errors, self.arm)["cpu"]
 
     def close(self) -> None:
         """Wait until it has left its weights."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -160,3 +161,23 @@ class Clock:
         self.begin()
         work()
         self.end()
+
+
+def next_turn(process: subprocess.Popen[str], errors: IO[str], arm: str) -> dict[str, float]:
+    """Let an arm, which waits in a process of its own, run its next round; returns what that took.
+
+    Args:
+        process: of the arm.
+        errors: what it has written as errors.
+        arm: its name, for the message if it ended.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith(MARK):
+            found: dict[str, float] = json.loads(line[len(MARK) :])
+            return found
+    errors.seek(0)
+    raise SystemExit(f"{arm} failed:\n{errors.read()[-3000:]}")

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from memory import peak, resident
 from simulator_arms import ARMS, TITLES
-from simulator_task import MARK, WARM, Clock, Plan, make_plan
+from simulator_task import WARM, Clock, Plan, make_plan, next_turn
 
 
 def run_arm(arm: str, name: str, folder: Path) -> None:
@@ -80,16 +80,7 @@ class Runner:
 
     def round(self) -> dict[str, float]:
         """What the next round took."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                found: dict[str, float] = json.loads(line[len(MARK) :])
-                return found
-        self._errors.seek(0)
-        raise SystemExit(f"{self.arm} failed:\n{self._errors.read()[-3000:]}")
+        return next_turn(self._process, self._errors, self.arm)
 
     def close(self) -> None:
         """Wait until it has left its weights."""
