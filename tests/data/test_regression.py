@@ -1,4 +1,4 @@
-"""Real targets from arrays and data sets to a run, and the synthetic regressions of FLoRAL."""
+"""Real targets from arrays and data sets to a run, FLoRAL's synthetic regressions, and the teacher of a chosen rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedlowrank.data.dataset import normalize, subset
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
 from fedlowrank.data.partition import Iid, Natural
 from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
-from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
+from fedlowrank.data.synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.scoring import Pool, measure
 
@@ -283,3 +283,62 @@ def test_what_would_make_another_task_of_a_synthetic_source_is_refused(tmp_path:
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, setting)
+
+
+# The teacher
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_the_teachers_labels_need_an_update_of_its_rank(rank: int) -> None:
+    data = LowRankTeacher(inputs=12, classes=9, rank=rank, examples=60_000, seed=3).load()
+    x, y = data.train.x.numpy(), data.train.y.numpy()
+    assert (data.test.x.shape, data.classes) == ((1000, 12), tuple("012345678"))
+    # given W x, the part of x outside of W's row space is independent of y, so E[x | y] lies in that space
+    means = np.stack([(x * (y == c)[:, None]).mean(0) for c in range(9)])
+    values = np.linalg.svd(means, compute_uv=False)
+    noise = np.sqrt(12 / 60_000)
+    assert values[rank - 1] > 3 * noise
+    assert values[rank] < noise
+
+
+TEACHER = """
+method = "fedavg"
+[data]
+source = "low_rank_teacher"
+normalize = "none"
+examples = 40
+seed = "run"
+[partition]
+kind = "iid"
+clients = 4
+[model]
+names = ["linear"]
+"""
+
+
+def test_a_teacher_by_the_seed_of_the_run(tmp_path: Any) -> None:
+    (tmp_path / "e.toml").write_text(TEACHER)
+
+    def inputs(*overrides: str) -> set[float]:
+        made = ExperimentConfig.read(tmp_path / "e.toml", overrides)
+        return {
+            row[0] for c in made.federation().clients for part in (c.train, c.test) for row in part.x.tolist()
+        }
+
+    assert inputs() == inputs()
+    assert not inputs() & inputs("run.seed=1")
+    assert inputs("data.seed=5") == inputs("data.seed=5", "run.seed=1")
+
+
+def test_wrong_settings_of_the_teacher_are_refused(tmp_path: Any) -> None:
+    (tmp_path / "e.toml").write_text(TEACHER)
+    with pytest.raises(ConfigError, match=r"data\.rank is 33, but a matrix of 32 × 64"):
+        LowRankTeacher(rank=33)
+    with pytest.raises(ConfigError, match=r"data\.classes"):
+        LowRankTeacher(classes=1)
+    with pytest.raises(ConfigError, match="there is no run"):
+        LowRankTeacher(seed="run").load()
+    with pytest.raises(ConfigError, match=r"data\.normalize"):
+        ExperimentConfig.read(tmp_path / "e.toml", ["data.normalize=standard"]).federation()
+    with pytest.raises(ConfigError, match=r"data\.seed"):
+        ExperimentConfig.read(tmp_path / "e.toml", ["data.seed=walk"])

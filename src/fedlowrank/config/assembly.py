@@ -51,7 +51,7 @@ def share_data(experiment: ExperimentConfig) -> Shares:
     """
     key, preparation, language = Key((experiment.run.seed,)), experiment.data.preparation, None
     if experiment.language is None:
-        dataset = experiment.data.load()
+        dataset = experiment.data.load(experiment.run.seed)
     else:
         texts: Any = experiment.data.source.load()
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))

@@ -15,7 +15,7 @@ from ..data.concept import Concept, NaturalClusters
 from ..data.dataset import Dataset, Normalization, normalize
 from ..data.shakespeare import Shakespeare
 from ..data.sources import SOURCES
-from ..data.synthetic import Synthetic
+from ..data.synthetic import LowRankTeacher, Synthetic
 from ..data.text.sources import TEXT_SOURCES
 from .parsing import build, build_tagged, print_fields, print_tagged
 
@@ -86,13 +86,18 @@ class DataSettings:
         source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, short, "source")
         return {**source, **print_fields(self.preparation, short)}
 
-    def load(self) -> Dataset:
+    def load(self, seed: int) -> Dataset:
         """Read and normalize the data set; the last one is kept for the next run of a comparison.
+
+        Args:
+            seed: of the run, for synthetic data that are drawn by it.
 
         Raises:
             DataError: if it cannot be read.
         """
-        return _load(self.source, self.preparation.normalize)
+        by_run = getattr(self.source, "seed", None) == "run"
+        source = dataclasses.replace(self.source, seed=seed) if by_run else self.source
+        return _load(source, self.preparation.normalize)
 
     def check(self, concept: Concept) -> None:
         """Refuse what would make another task of a synthetic regression, or of texts, without a word.
@@ -105,16 +110,17 @@ class DataSettings:
                 f"data.normalize is {self.preparation.normalize!r}, but source 'shakespeare' gives numbers of "
                 "characters, which must stay whole. Set data.normalize to 'none'."
             )
-        if not isinstance(self.source, Synthetic):
+        if not isinstance(self.source, Synthetic | LowRankTeacher):
             return
         if self.preparation.normalize != "none":
             raise ConfigError(
-                f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source "
-                "are a function of its inputs as they were drawn. Set data.normalize to 'none'."
+                f"data.normalize is {self.preparation.normalize!r}, but the labels or targets of a synthetic "
+                "source are a function of its inputs as they were drawn. Set data.normalize to 'none'."
             )
-        if isinstance(concept, NaturalClusters) and concept.clusters != self.source.clusters:
+        clusters = self.source.clusters if isinstance(self.source, Synthetic) else None
+        if clusters and isinstance(concept, NaturalClusters) and concept.clusters != clusters:
             raise ConfigError(
-                f"concept.clusters is {concept.clusters}, but data.clusters is {self.source.clusters}: both "
+                f"concept.clusters is {concept.clusters}, but data.clusters is {clusters}: both "
                 "number the same ground-truth tasks. Make them equal."
             )
 

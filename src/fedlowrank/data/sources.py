@@ -14,7 +14,7 @@ from .idx import Mnist
 from .images import Folder
 from .leaf import Femnist
 from .shakespeare import Shakespeare
-from .synthetic import SyntheticLinear, SyntheticMLP
+from .synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
 
 
 class Source(Protocol):
@@ -45,5 +45,6 @@ SOURCES: dict[str, type] = {
     "huggingface": HuggingFace,
     "synthetic_linear": SyntheticLinear,
     "synthetic_mlp": SyntheticMLP,
+    "low_rank_teacher": LowRankTeacher,
 }
 """Sources by name."""

@@ -1,18 +1,19 @@
-"""Synthetic regressions of FLoRAL: a common weight with a low-rank update per cluster.
+"""Synthetic data whose truth is known: FLoRAL's regressions, and a linear classifier of a chosen rank.
 
-Source: Almansoori et al. (FLoRAL), Appendices G.1 and G.2. The paper draws every parameter from N(0,
-1/√d_in), where d_in is the input dimension of the layer, and does not say whether 1/√d_in is the variance or
-the standard deviation; here it is the standard deviation (the usual initialization). d_in is ``inputs`` for
-W, U and V, which make up one layer, and ``hidden`` for Φ. Clients are natural ones: use partition
-``natural``, split ``own_test`` with val = 0, concept ``natural`` with as many clusters, and data.normalize =
-"none", since x is standard normal and y is a function of x.
+The regressions have a common weight with a low-rank update per cluster. Source: Almansoori et al. (FLoRAL),
+Appendices G.1 and G.2. The paper draws every parameter from N(0, 1/√d_in), where d_in is the input dimension
+of the layer, and does not say whether 1/√d_in is the variance or the standard deviation; here it is the
+standard deviation (the usual initialization). d_in is ``inputs`` for W, U and V, which make up one layer, and
+``hidden`` for Φ. Clients are natural ones: use partition ``natural``, split ``own_test`` with val = 0, concept
+``natural`` with as many clusters, and data.normalize = "none", since x is standard normal and y is a function
+of x.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Synthetic:
         alpha: α, factor of the updates, above 0.
         share: training examples of a client as a share of d, above 0.
         test: test examples of each client, at least 1.
-        seed: of all draws; the data do not depend on the seed of the run.
+        seed: of all draws, so that the data do not depend on the seed of the run; ``"run"`` takes that one.
     """
 
     clients: int = 10
@@ -50,7 +51,7 @@ class Synthetic:
     alpha: float = 2.0
     share: float = 0.25
     test: int = 1000
-    seed: int = 0
+    seed: int | Literal["run"] = 0
 
     def __post_init__(self) -> None:
         for name in ("clients", "clusters", "inputs", "outputs", "rank", "test"):
@@ -71,7 +72,7 @@ class SyntheticLinear(Synthetic):
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
-        key = Key(("synthetic_linear", self.seed))
+        key = _first_key("synthetic_linear", self.seed)
         weights = _draw_weights(self, self.outputs, key)
         size = self.outputs * self.inputs
         return _draw_dataset(self, "synthetic_linear", size, lambda x, c: x @ weights[c].T, key)
@@ -102,11 +103,65 @@ class SyntheticMLP(Synthetic):
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
-        key = Key(("synthetic_mlp", self.seed))
+        key = _first_key("synthetic_mlp", self.seed)
         weights = _draw_weights(self, self.hidden, key)
         top = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
         size = self.hidden * self.inputs
         return _draw_dataset(self, "synthetic_mlp", size, lambda x, c: (x @ weights[c].T).relu() @ top.T, key)
+
+
+@dataclass(frozen=True)
+class LowRankTeacher:
+    """Classes y = argmax W x with x ~ N(0, I), where W has rank R and equal singular values.
+
+    A linear model that starts at W = 0 needs an update of rank R, no less: clients whose LoRA rank is below R
+    cannot hold it. There is no noise, so the best accuracy is 1. The data have one training and one test part,
+    which any partition and split may divide.
+
+    Attributes:
+        inputs: width of x.
+        classes: number of classes, at least 2.
+        rank: R, at most the smaller of both.
+        examples: for training, at least 1.
+        test: for testing, at least 1.
+        seed: of all draws; ``"run"`` takes the seed of the run, so that every run has a teacher of its own.
+    """
+
+    inputs: int = 64
+    classes: int = 32
+    rank: int = 8
+    examples: int = 10_000
+    test: int = 1000
+    seed: int | Literal["run"] = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("inputs", 1), ("classes", 2), ("rank", 1), ("examples", 1), ("test", 1)):
+            check_minimum(f"data.{name}", getattr(self, name), least)
+        if self.rank > min(self.inputs, self.classes):
+            raise ConfigError(
+                f"data.rank is {self.rank}, but a matrix of {self.classes} × {self.inputs} has at most rank "
+                f"{min(self.inputs, self.classes)}."
+            )
+
+    def load(self) -> Dataset:
+        """The examples, x [n, inputs] and y [n] of int64."""
+        key = _first_key("low_rank_teacher", self.seed)
+        left, right = (
+            torch.linalg.qr(_draw_normal(key / name, size, self.rank))[0]
+            for name, size in (("U", self.classes), ("V", self.inputs))
+        )
+        parts = []
+        for part, n in (("train", self.examples), ("test", self.test)):
+            x = _draw_normal(key / part, n, self.inputs)
+            parts.append(Examples(x.float(), (x @ right @ left.T).argmax(1)))
+        return Dataset("low_rank_teacher", *parts, tuple(map(str, range(self.classes))))
+
+
+def _first_key(name: str, seed: int | Literal["run"]) -> Key:
+    """Where the draws of a source begin."""
+    if seed == "run":
+        raise ConfigError('data.seed is "run", but there is no run. Give a number.')
+    return Key((name, seed))
 
 
 def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
