@@ -322,7 +322,10 @@ def test_a_teacher_by_the_seed_of_the_run(tmp_path: Any) -> None:
     def inputs(*overrides: str) -> set[float]:
         made = ExperimentConfig.read(tmp_path / "e.toml", overrides)
         return {
-            row[0] for c in made.federation().clients for part in (c.train, c.test) for row in part.x.tolist()
+            row[0]
+            for c in made.federation().clients
+            for part in (c.train, c.val, c.test)
+            for row in part.x.tolist()
         }
 
     assert inputs() == inputs()
