@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from fedlowrank.adapters.adapted_parameters import AdaptedParameter, find_adapted_parameters
 from fedlowrank.adapters.budget import adaptor_warnings, compute_budget
+from fedlowrank.adapters.floral_module import Floral
 from fedlowrank.adapters.mixture import (
     Construction,
     Factor,
@@ -380,3 +381,20 @@ def test_offsets_of_an_adaptor_with_its_own_statistics_undo_equation_42() -> Non
     for c in range(4):
         wanted = normed(x, own[0][c], own[1][c], gamma[c], beta[c])
         torch.testing.assert_close(normed(x, *main, offsets[0][c], offsets[1][c]), wanted)
+
+
+def test_ranks_of_single_layers_by_the_end_of_their_names() -> None:
+    module = nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4)))
+    found = find_adapted_parameters(module, 1, kinds=("linear",), rank_pattern={"1.1": 3, "1.0": 0.9})
+    # budget: the largest r with r (5 + 5) <= 0.9 · 25
+    assert {n: a.rank for n, a in found.items()} == {"0.weight": 1, "1.0.weight": 2, "1.1.weight": 3}
+    wrapped = Floral(module, 1, 2, rank_pattern={"1.1": 3})
+    assert {n: tuple(a.u.shape) for n, a in wrapped.adapted().items() if isinstance(a, Pairs)} == {
+        "0.weight": (2, 5, 1),
+        "1.0.weight": (2, 5, 1),
+        "1.1.weight": (2, 4, 3),
+    }
+    with pytest.raises(ConfigError, match=r"ends in 'head'; they are '0', '1\.0', '1\.1'"):
+        find_adapted_parameters(module, 1, rank_pattern={"head": 3})
+    with pytest.raises(ConfigError, match=r"rank must be an integer"):
+        find_adapted_parameters(module, 1, rank_pattern={"0": 1.5})

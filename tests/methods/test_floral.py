@@ -148,6 +148,18 @@ def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
     golden(method, Sequential, router_lr=0.5, precondition=precondition)
 
 
+def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    more: dict[str, Any] = {"rank_pattern": {"head": 2}, "eps": 0.05, "initial_scale": 0.25}
+    method = FederatedFloral(clusters=2, rank=1, router=Router(lr=0.5), **more, **LOCAL)
+    monkeypatch.setattr(reference, "EPS", 0.05)
+    run, _ = golden(method, Sequential, router_lr=0.5)
+    first = method.server_init(run.task).model["adaptors"]
+    for name, rank, columns in (("body.0.weight", 1, INPUTS), ("head.weight", 2, WIDTH)):
+        assert first[name].u.shape[-1] == first[name].v.shape[-1] == rank
+        bound = 0.25 * (6 / columns) ** 0.5
+        assert 0.8 * bound < float(first[name].u.abs().max()) <= bound
+
+
 def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     local = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=0.05)}
     golden(

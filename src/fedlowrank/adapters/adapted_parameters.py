@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+NO_PATTERN: Mapping[str, float] = MappingProxyType({})
 Include = Callable[[str, nn.Module], bool]
 """Whether a layer is adapted, by its dotted name and the layer itself."""
 
@@ -64,6 +66,7 @@ def find_adapted_parameters(
     construction: Construction = "balanced",
     kinds: tuple[Kind, ...] = KINDS,
     include: Include | None = None,
+    rank_pattern: Mapping[str, float] = NO_PATTERN,
 ) -> dict[str, AdaptedParameter]:
     """The parameters of a module that get adaptors, by name.
 
@@ -77,15 +80,20 @@ def find_adapted_parameters(
         kinds: what is adapted.
         include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
             that several layers share is adapted if one of them is.
+        rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``; the
+            first that fits counts. The others have ``rank``.
 
     Raises:
         TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point,
             or an embedding renormalizes its rows or has sparse gradients.
-        ConfigError: if the rank is neither an integer nor a budget, or a kind or the construction is unknown.
+        ConfigError: if a rank is neither an integer nor a budget, a kind or the construction is unknown, or a name
+            of ``rank_pattern`` fits no layer with adaptors.
     """
     _check_choices(kinds, construction)
-    # checks the rank even if only offsets are adapted
-    Fold((1, 1), (0,)).rank(rank)
+    # checks ranks even if only offsets are adapted
+    for asked in (rank, *rank_pattern.values()):
+        Fold((1, 1), (0,)).rank(asked)
+    unused = dict(rank_pattern)
     first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, AdaptedParameter] = {}
     for name, layer in module.named_modules():
@@ -102,7 +110,10 @@ def find_adapted_parameters(
             if own in found:
                 found[own] = replace(found[own], note=_join_notes(found[own].note, f"shared with {name}"))
             else:
-                made = _adapted_parameter(name, kind, tuple(parameter.shape), rank, construction)
+                end = next((end for end in rank_pattern if f".{name}".endswith(f".{end}")), None)
+                unused.pop(end, None)
+                r = rank if end is None else rank_pattern[end]
+                made = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
                 found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
     if not found:
         there = sorted(
@@ -114,22 +125,29 @@ def find_adapted_parameters(
             f"{', '.join(kinds) or 'nothing'}"
             + (", of the layers that the predicates let through)." if include is not None else ").")
         )
+    if unused:
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in found)
+        raise ConfigError(
+            f"rank_pattern: no layer with adaptors has a name that ends in {next(iter(unused))!r}; they are "
+            f"{', '.join(map(repr, layers))}"
+        )
     return found
 
 
 def find_trained_adapted_parameters(
-    model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]
+    model: Model,
+    rank: float,
+    construction: Construction,
+    kinds: tuple[Kind, ...],
+    rank_pattern: Mapping[str, float] = NO_PATTERN,
 ) -> dict[str, AdaptedParameter]:
     """:func:`find_adapted_parameters` among the trained parameters of an architecture.
 
     Raises:
         TaskError: if none is trained, and as :func:`find_adapted_parameters`.
     """
-    found = {
-        n: s
-        for n, s in find_adapted_parameters(model.module, rank, construction, kinds).items()
-        if n in model.initial
-    }
+    adapted = find_adapted_parameters(model.module, rank, construction, kinds, None, rank_pattern)
+    found = {n: s for n, s in adapted.items() if n in model.initial}
     if not found:
         raise TaskError(
             "all parameters that adaptors could be added to are frozen (requires_grad=False); let some "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
-from .adapted_parameters import KINDS, Include, Kind, find_adapted_parameters, find_norms_with_statistics
+from .adapted_parameters import (
+    KINDS,
+    NO_PATTERN,
+    Include,
+    Kind,
+    find_adapted_parameters,
+    find_norms_with_statistics,
+)
 from .budget import Budget, compute_budget, unadapted_warning
 from .mixture import (
     EPS,
@@ -65,6 +72,7 @@ class Floral(nn.Module):
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
         rank: of the updates, an integer; or a budget ρ in (0, 1), each parameter's share (rank 1 at least).
         num_clusters: C.
+        rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``.
         alpha: α.
         construction: of updates of convolutions; see :mod:`fedlowrank.adapters.mixture`.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
@@ -104,6 +112,7 @@ class Floral(nn.Module):
         rank: float = 0.01,
         num_clusters: int = 4,
         *,
+        rank_pattern: Mapping[str, float] = NO_PATTERN,
         alpha: float = 1.0,
         construction: Construction = "balanced",
         kinds: tuple[Kind, ...] = KINDS,
@@ -116,7 +125,8 @@ class Floral(nn.Module):
         super().__init__()
         _check_settings(model, rank, num_clusters, alpha, router)
         is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
-        self._adapted = find_adapted_parameters(model, rank, construction, tuple(kinds), is_included)
+        shape = (construction, tuple(kinds), is_included, rank_pattern)
+        self._adapted = find_adapted_parameters(model, rank, *shape)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None

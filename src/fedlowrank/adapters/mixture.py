@@ -133,9 +133,15 @@ def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced")
 
 
 def initial_pairs(
-    fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "u"
+    fold: Fold,
+    rank: float,
+    count: int,
+    key: Key,
+    dtype: torch.dtype = torch.float32,
+    random: Factor = "u",
+    scale: float = 1.0,
 ) -> Pairs:
-    """C initial updates of zero: one factor is uniform in ±√(6 / columns), the other is zero.
+    """C initial updates of zero: one factor is uniform in ±scale·√(6 / columns), the other is zero.
 
     Args:
         fold: of the weight.
@@ -144,11 +150,12 @@ def initial_pairs(
         key: source of randomness; each c has a subkey.
         dtype: of the weight.
         random: which factor; by default U, as in the paper.
+        scale: of the range; 1 in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
     size, other = (columns, rows) if random == "v" else (rows, columns)
     samples = [torch.rand(size, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    sampled = (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns)
+    sampled = (2 * torch.stack(samples) - 1) * scale * math.sqrt(6 / columns)
     zero = torch.zeros(count, other, r, dtype=dtype)
     return Pairs(zero, sampled) if random == "v" else Pairs(sampled, zero)
 

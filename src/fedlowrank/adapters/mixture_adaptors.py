@@ -46,6 +46,7 @@ def initial_adaptors(
     construction: Construction = "balanced",
     like: Tensor | Params = _FLOAT32,
     random: Factor = "u",
+    scale: float = 1.0,
 ) -> Adaptors:
     """C adaptors of every adapted parameter, each zero at first, with random factors of its own.
 
@@ -57,6 +58,7 @@ def initial_adaptors(
         like: a tensor with the dtype and device to have, or one for every parameter by name.
         random: which factor is random, the other being zero; of embeddings always V, for a row of U
             that is zero stays so, and with it the row of a padding token.
+        scale: factor on the random factors.
 
     Raises:
         ConfigError: if C < 1.
@@ -73,7 +75,7 @@ def initial_adaptors(
         # the rank given here is the final one, which filter-wise construction has multiplied already
         fold = replace(choose_fold(shape, construction), times=1)
         factor = "v" if adapted.kind == "embedding" else random
-        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, factor)
+        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, factor, scale)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
         found[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
     return found

@@ -21,25 +21,25 @@ weights, so line 5 is one forward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ..adapters.adapted_parameters import KINDS, AdaptedParameter, Kind, find_trained_adapted_parameters
+from ..adapters.adapted_parameters import KINDS, Kind
 from ..adapters.budget import adaptor_warnings
-from ..adapters.mixture import Construction, Factor
-from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights, precondition_adaptors
+from ..adapters.mixture import EPS, Construction, Factor
+from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights
 from ..adapters.router import Router
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.model import Model
 from ..core.optimizer import SGD, Optimizer
 from ..core.server_optimizer import Memory, fresh_memory, server_step
 from ..core.tree import tree
+from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
-    Apply,
     by_cluster,
     cluster_means,
     cluster_weights,
@@ -79,33 +79,41 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         clusters: C, number of adaptors of each adapted parameter.
         rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
             least).
+        rank_pattern: ranks or budgets of single layers, by the end of their names, such as {head = 10}.
         alpha: α, factor on the adaptors.
         construction: of adaptors of convolutions.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
         random: the factor of U Vᵀ that is random at first; the other is zero.
+        initial_scale: factor on the random factor's range ±√(6 / columns).
         router: how a client finds its mixture.
         precondition: whether the gradients of low-rank factors are preconditioned (appendix D).
+        eps: ε of the preconditioner.
         center: whether the server moves the mean adaptor into the base after each round (appendix E).
         server_optimizer: of the server; SGD with lr 1 averages.
     """
 
     clusters: int = 4
     rank: float = 0.01
+    rank_pattern: Mapping[str, float] = field(default_factory=dict)
     alpha: float = 1.0
     construction: Construction = "balanced"
     kinds: tuple[Kind, ...] = KINDS
     random: Factor = "u"
+    initial_scale: float = 1.0
     router: Router = Router()
     precondition: bool = True
+    eps: float = EPS
     center: bool = False
     server_optimizer: Optimizer = SGD(lr=1.0)
 
     title = "FLoRAL"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
+    bounds = {"initial_scale": "> 0", "eps": "> 0"}
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
-        return adaptor_warnings(task.common_model(self.title).module, self._adapted(task))
+        model = task.common_model(self.title)
+        return adaptor_warnings(model.module, adapted_of(self, model))
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
@@ -113,8 +121,9 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
 
     def server_init(self, task: Task) -> Server:
         """u^0, and adaptors that are zero."""
-        u, key = task.common_model(self.title).initial, task.key / "adaptors"
-        a = initial_adaptors(self._adapted(task), self.clusters, key, self.construction, u, self.random)
+        model, key = task.common_model(self.title), task.key / "adaptors"
+        where, u, how = adapted_of(self, model), model.initial, (self.random, self.initial_scale)
+        a = initial_adaptors(where, self.clusters, key, self.construction, u, *how)
         return Server({"base": u, "adaptors": a}, fresh_memory())
 
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
@@ -133,13 +142,9 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
 
     def local_update(self, state: Theta, down: dict[str, Any], view: ClientView) -> tuple[Theta, Upload]:
         """Lines 2 to 5."""
-
-        def scaled(grads: dict[str, Any], p: dict[str, Any], *_: Tensor) -> dict[str, Any]:
-            return {**grads, "adaptors": precondition_adaptors(p["base"], grads["adaptors"], p["adaptors"])}
-
         theta = even(down["adaptors"]) if state is None else state
-        apply, precondition = self._apply(view.model), scaled if self.precondition else None
-        model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, precondition)
+        apply, scaled = mixed_model(self, view.model), preconditioner(self)
+        model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, scaled)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
         kept = theta if self.router.keep and self.router.descends else None
@@ -168,20 +173,8 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
 
     def client_model(self, state: Theta, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
-        apply, fresh = self._apply(view.model), even(down["adaptors"])
+        apply, fresh = mixed_model(self, view.model), even(down["adaptors"])
         theta = learn_router(self.router, down, fresh, apply, view) if state is None else state
         pi = self.router.shares(theta)
         params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)
         return ClientModel(params, routes=routes_of(self.title, self.router, view.info, pi, self.clusters))
-
-    def _adapted(self, task: Task) -> dict[str, AdaptedParameter]:
-        model = task.common_model(self.title)
-        return find_trained_adapted_parameters(model, self.rank, self.construction, self.kinds)
-
-    def _apply(self, model: Model) -> Apply:
-        alpha, construction = self.alpha, self.construction
-
-        def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
-            return model.apply(mix_weights(parts["base"], parts["adaptors"], pi, alpha, construction), x)
-
-        return apply

@@ -11,19 +11,21 @@ at the client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ..adapters.adapted_parameters import KINDS, Kind, find_trained_adapted_parameters
+from ..adapters.adapted_parameters import KINDS, Kind
 from ..adapters.budget import adaptor_warnings
-from ..adapters.mixture import Construction
-from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights, precondition_adaptors
+from ..adapters.mixture import EPS, Construction
+from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
+from .families.adaptors import adapted_of, mixed_model, preconditioner
 
 
 @dataclass(frozen=True)
@@ -33,27 +35,30 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     Attributes:
         rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
             least).
+        rank_pattern: ranks or budgets of single layers, by the end of their names, such as {head = 10}.
         alpha: α, factor on the adaptor.
         construction: of adaptors of convolutions.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
         precondition: whether the gradients of low-rank factors are preconditioned.
+        eps: ε of the preconditioner.
     """
 
     rank: float = 0.01
+    rank_pattern: Mapping[str, float] = field(default_factory=dict)
     alpha: float = 1.0
     construction: Construction = "balanced"
     kinds: tuple[Kind, ...] = KINDS
     precondition: bool = True
+    eps: float = EPS
 
     title = "Local Adaptor"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
+    bounds = {"eps": "> 0"}
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
         model = task.common_model(self.title)
-        return adaptor_warnings(
-            model.module, find_trained_adapted_parameters(model, self.rank, self.construction, self.kinds)
-        )
+        return adaptor_warnings(model.module, adapted_of(self, model))
 
     def server_init(self, task: Task) -> Params:
         """u^0."""
@@ -62,26 +67,19 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """An adaptor that is zero; its random factors are the same at all clients, as those of FLoRAL's first cluster."""
         model = task.model(client)
-        where = find_trained_adapted_parameters(model, self.rank, self.construction, self.kinds)
-        return initial_adaptors(
-            where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values()))
-        )
+        where, like = adapted_of(self, model), next(iter(model.initial.values()))
+        return initial_adaptors(where, 1, task.key / "adaptors", self.construction, like)
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""
-        model, alpha, construction = view.model, self.alpha, self.construction
+        apply = mixed_model(self, view.model)
 
         def loss(p: dict[str, Any], batch: Batch, one: Tensor) -> Tensor:
-            return task_loss(
-                model.apply(mix_weights(p["base"], p["adaptors"], one, alpha, construction), batch.x), batch
-            )
-
-        def scaled(grads: dict[str, Any], p: dict[str, Any], _: Tensor) -> dict[str, Any]:
-            return {**grads, "adaptors": precondition_adaptors(p["base"], grads["adaptors"], p["adaptors"])}
+            return task_loss(apply(p, one, batch.x), batch)
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
-        how = scaled if self.precondition else None
-        end = view.train(loss, start, "local", self.optimizer, constants=(_one(down),), precondition=how)
+        scaled = preconditioner(self)
+        end = view.train(loss, start, "local", self.optimizer, constants=(_one(down),), precondition=scaled)
         return end["adaptors"], end["base"]
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
