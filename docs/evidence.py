@@ -111,19 +111,20 @@ def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
         rounds: of :func:`fedlowrank.load_rounds`, of the same runs.
 
     Returns:
-        Columns method, seed, series, round; val and test, the means over clients of the accuracy, or of the loss
-        where there are no classes; worst, that of the client with the worst test result; and bytes_up and
-        bytes_down of all rounds so far.
+        Columns method, seed, series, round; headline, whether the series is the first of its method; val and
+        test, the means over clients of the accuracy, or of the loss where there are no classes; worst, that of
+        the client with the worst test result; and bytes_up and bytes_down of all rounds so far.
     """
     is_loss = runs["accuracy"].isna().all()
     measure = "loss" if is_loss else "accuracy"
     by_split = runs.pivot_table(measure, KEYS, "split", aggfunc="mean")
     tests = runs[runs["split"] == "test"].groupby(KEYS)[measure]
     found = by_split.reindex(columns=["val", "test"]).assign(worst=tests.max() if is_loss else tests.min())
+    first = runs.groupby("method")["series"].first()
     totals = rounds.sort_values("round").set_index(["method", "seed", "round"])[["bytes_up", "bytes_down"]]
-    return found.reset_index().join(
-        totals.groupby(["method", "seed"]).cumsum(), on=["method", "seed", "round"]
-    )
+    found = found.reset_index()
+    found.insert(4, "headline", found["series"].eq(found["method"].map(first)))
+    return found.join(totals.groupby(["method", "seed"]).cumsum(), on=["method", "seed", "round"])
 
 
 # Tables
@@ -139,16 +140,12 @@ def last_results(figures: pd.DataFrame, series: str | None) -> pd.DataFrame:
 
     Args:
         figures: of an experiment.
-        series: which models are judged; None for the method's own, that is every series but the server's.
+        series: which models are judged; None for the first series of each method, its headline.
 
     Returns:
         Indexed by method and seed.
     """
-    kept = (
-        figures["series"].ne("server") & figures["series"].ne("gkr")
-        if series is None
-        else figures["series"].eq(series)
-    )
+    kept = figures["headline"] if series is None else figures["series"].eq(series)
     some = figures[kept]
     return some[some["round"] == some.groupby("method")["round"].transform("max")].set_index(
         ["method", "seed"]
@@ -213,19 +210,25 @@ def _chosen(name: str) -> dict[str, str]:
     """The chosen settings by method; an edge of the grid is marked."""
     with (FIGURES / f"{name}-tuning.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    fields = list(rows[0])[list(rows[0]).index("evaluated_at") + 1 :]
+    fields = list(rows[0])[list(rows[0]).index("messages") + 1 :]
     found = {}
     for row in rows:
         if row["chosen"] == "True":
-            found[row["method"]] = ", ".join(
-                f"{field.removeprefix('optimizer.')} {row[field]}" for field in fields if row[field]
-            )
+            tried = {f: {r[f] for r in rows if r["method"] == row["method"]} for f in fields if row[f]}
+            found[row["method"]] = ", ".join(_name_setting(f, row[f], tried[f]) for f in tried)
     return found
+
+
+def _name_setting(field: str, value: str, tried: set[str]) -> str:
+    """A chosen value; marked by ``*`` where it is the smallest or largest of those that were tried."""
+    numbers = [float(v) for v in tried] if all(re.fullmatch(r"[-+.e\d]+", v) for v in tried) else []
+    edge = "*" if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) else ""
+    return f"{field.rpartition('.')[2]} {value}{edge}"
 
 
 def _rise(figures: pd.DataFrame, method: str) -> float:
     """Validation at the last round minus three quarters of the way, mean over seeds."""
-    own = figures[(figures["method"] == method) & ~figures["series"].isin(["server", "gkr"])]
+    own = figures[(figures["method"] == method) & figures["headline"]]
     by_round = own.groupby("round")["val"].mean()
     before = by_round[by_round.index <= 0.75 * by_round.index.max()]
     return float(by_round.iloc[-1] - before.iloc[-1])
