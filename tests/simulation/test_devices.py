@@ -213,7 +213,7 @@ def test_a_table_of_devices(tmp_path: Path) -> None:
     again = ExperimentConfig.parse({"run": {"devices": stored}}).run.devices
     assert run(on, again, rounds=4, folder=tmp_path / "run", resume=True).rounds[-1].round == 4
     # a list repeated over more clients would give them the devices of others
-    with pytest.raises(ConfigError, match=r"speeds has 3 numbers, but there are 6 clients"):
+    with pytest.raises(ConfigError, match=r"speeds has 3 numbers, but there are 6 clients; the table"):
         run(federation(10, 10, 10, 10, 10, 10), devices)
 
 

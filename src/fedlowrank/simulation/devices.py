@@ -198,5 +198,8 @@ def _broadcast(
     values = (math.inf,) if value is None else _values(value)
     is_list = not isinstance(value, int | float | None)
     if len(values) > clients > 0 or (per_client and is_list and len(values) != clients):
-        raise ConfigError(f"run.devices.{name} has {len(values)} numbers, but there are {clients} clients")
+        each = "; the table of devices needs a row for each" if per_client else ""
+        raise ConfigError(
+            f"run.devices.{name} has {len(values)} numbers, but there are {clients} clients{each}"
+        )
     return [values[i * len(values) // clients] for i in range(clients)]
