@@ -58,7 +58,8 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
         default = field.default_factory()
     else:
         return {}
-    table = {field.name: dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default}
+    is_table = dataclasses.is_dataclass(default) and not isinstance(default, type)
+    table = {field.name: dataclasses.asdict(default) if is_table else default}
     # as it is read back: tuples become lists, keys become strings
     found: dict[str, Any] = json.loads(json.dumps(table))
     return found
