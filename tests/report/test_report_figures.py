@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matplotlib.lines import Line2D
 from report_runs import both, cloud, draw, rounds_of
 
-from fedlowrank.report import data_figures, figures
+from fedlowrank.report import data_figures, figures, time_figures
 from fedlowrank.report.gallery import save_figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.style import DASHES, LIGHT, add_legend, drawing, make_styles, new_figure, to_svg
@@ -42,6 +42,29 @@ def test_curve_is_over_shared_rounds(make_run):
     assert group.curve().index.tolist() == [0, 1]
     assert group.curve()["mean"].tolist() == pytest.approx([0.15, 0.4])
     assert group.curve()["bytes"].tolist() == [0, 1500]
+
+
+def timed(seconds):
+    """A run of as many rounds, each with its simulated seconds."""
+    rows = rounds_of([[0.1], *([0.5 + i / 10] for i in range(len(seconds)))])
+    for row, one in zip(rows[1:], seconds, strict=True):
+        row["simulated_seconds"] = one
+    return rows
+
+
+def test_simulated_time_by_hand(make_run):
+    runs = [make_run("a", seed, rounds=timed(s)) for seed, s in enumerate([(60, 600, 60), (120, 1200, 120)])]
+    picture = draw(time_figures.plot_simulated_time, *runs, make_run("b"))
+    (axes,) = picture.figure.axes
+    # minutes, mean over seeds; b has no simulated clock
+    (line,) = axes.lines
+    assert line.get_xdata() == pytest.approx([0, 1.5, 16.5, 18])
+    assert line.get_ydata() == pytest.approx([10, 50, 60, 70])
+    assert axes.get_xlabel() == "simulated time / min"
+    assert "a, 16.5 min: 60.0" in " ".join(tip.text for tip in picture.tips)
+    far = draw(time_figures.plot_simulated_time, runs[0], make_run("c", rounds=timed((1, 2, 3))))
+    assert far.figure.axes[0].get_xscale() == "log"
+    assert draw(time_figures.plot_simulated_time, make_run("b")) is None
 
 
 def test_bytes_axis_is_logarithmic_only_where_methods_differ(make_run):
@@ -195,9 +218,18 @@ def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
 
 
 def test_figures_for_a_column_are_as_wide_as_one(make_run, tmp_path):
-    made = save_figures([make_run("a"), make_run("b")], tmp_path, ["svg"], width="column")
-    widths = {float(ET.parse(path).getroot().attrib["width"].removesuffix("pt")) for path in made}
+    made = save_figures([make_run("a"), make_run("b")], tmp_path, width="column")
+    assert {path.suffix for path in made} == {".svg", ".pdf", ".png"}
+    drawings = [path for path in made if path.suffix == ".svg"]
+    widths = {float(ET.parse(path).getroot().attrib["width"].removesuffix("pt")) for path in drawings}
     assert max(widths) == pytest.approx(3.3 * 72)
+    # legible without scaling, and as many dots an inch as publishers ask for
+    sizes = [
+        float(n) for path in drawings for n in re.findall(r"font(?:-size)?: ([\d.]+)px", path.read_text())
+    ]
+    assert min(sizes) >= 7
+    content = next(path for path in made if path.name == "accuracy-over-rounds.png").read_bytes()
+    assert int.from_bytes(content[16:20], "big") == 990
 
 
 def test_values_show_where_their_points_are_drawn(make_run):

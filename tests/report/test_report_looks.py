@@ -88,8 +88,8 @@ def test_a_browser_prints_folded_parts_and_whole_words(make_run, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-def test_the_script_of_the_page_sorts_a_table(make_run, tmp_path):
-    """One click on a heading sorts from the largest down, numbers by their size with prefix."""
+def test_the_script_of_the_page_sorts_tables_and_saves_figures(make_run, tmp_path):
+    """One click on a heading sorts from the largest down, numbers by their size with prefix; a PNG has 300 dpi."""
     sent = {"a": 900, "b": 20_000, "c": 3_000_000}
     runs = []
     for name, size in sent.items():
@@ -100,10 +100,16 @@ def test_the_script_of_the_page_sorts_a_table(make_run, tmp_path):
     click = (
         "<script>for (const head of document.querySelectorAll('.summary th'))"
         " if (head.textContent == 'sent') head.onclick();"
-        "document.title = [...document.querySelectorAll('.summary tbody th')].map((x) => x.textContent).join('')"
+        "document.title = [...document.querySelectorAll('.summary tbody th')].map((x) => x.textContent).join('');"
+        # the width stands at byte 16 of a PNG
+        "download = (figure, blob, ending) => blob.slice(0, 24).arrayBuffer().then((head) => {"
+        "document.body.dataset.saved = ending + ' ' + new DataView(head).getUint32(16); });"
+        "[...document.querySelector('.main figure').querySelectorAll('button')].at(-1).click();"
         "</script></body>"
     )
     (tmp_path / "page.html").write_text(text.replace("</body>", click))
-    command = [*BROWSER.split(), f"--user-data-dir={tmp_path}/u", "--dump-dom", f"{tmp_path}/page.html"]
+    user = f"--user-data-dir={tmp_path}/u"
+    command = [*BROWSER.split(), user, "--virtual-time-budget=5000", "--dump-dom", f"{tmp_path}/page.html"]
     shown = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
     assert "<title>cba</title>" in shown
+    assert f'data-saved=".png {round(5.3 * 300)}"' in shown

@@ -112,8 +112,10 @@ def test_simulated_seconds_to_target_by_hand(make_run):
     table = comparison([one, other], 0.9)
     found = {row["method"]: row["target_simulated_seconds"] for row in rows_of(table)}
     assert found["a"] == 1110.0
+    assert {row["method"]: row["simulated_seconds"] for row in rows_of(table)}["a"] == 11110.0
     assert found["b"] is None or math.isnan(found["b"])
-    assert "simulated time" in titles_of(table)
+    # of the whole run, and until the target
+    assert titles_of(table).count("simulated time") == 2
     assert "simulated time" not in titles_of(comparison([other], 0.9))
 
 

@@ -188,3 +188,56 @@ def test_in_an_experiment_file() -> None:
     assert ExperimentConfig.parse(made.to_dict()).run.devices == wanted
     with pytest.raises(ConfigError, match="Did you mean 'uplink'"):
         ExperimentConfig.parse({"run": {"devices": {"uplinks": 5}}})
+
+
+TABLE = "client,speed,uplink,availability\n2, 0.1,1,0.5\n0,1,20,1\n1,0.5,5,0.9\n"
+
+
+def test_a_table_of_devices(tmp_path: Path) -> None:
+    (tmp_path / "devices.csv").write_text(TABLE)
+    devices = Devices(file=str(tmp_path / "devices.csv"), flops_per_second=1e5, downlink=10.0)
+    assert devices.speeds == (1.0, 0.5, 0.1)
+    assert devices.uplink == (20.0, 5.0, 1.0)
+    assert devices.availability == (1.0, 0.9, 0.5)
+    assert devices.downlink == 10.0
+    on = federation(20, 20, 20)
+    written = Devices(1e5, (1.0, 0.5, 0.1), (20.0, 5.0, 1.0), 10.0, availability=(1.0, 0.9, 0.5))
+    one, other = run(on, devices, rounds=3, folder=tmp_path / "run"), run(on, written, rounds=3)
+    assert [(r.simulated_seconds, r.lost) for r in one.rounds] == [
+        (r.simulated_seconds, r.lost) for r in other.rounds
+    ]
+    # the run holds the numbers, so that it goes on without the file
+    (tmp_path / "devices.csv").unlink()
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())["run"]["devices"]
+    assert (stored["speeds"], stored["file"]) == ([1.0, 0.5, 0.1], "")
+    again = ExperimentConfig.parse({"run": {"devices": stored}}).run.devices
+    assert run(on, again, rounds=4, folder=tmp_path / "run", resume=True).rounds[-1].round == 4
+    # a list repeated over more clients would give them the devices of others
+    with pytest.raises(ConfigError, match=r"speeds has 3 numbers, but there are 6 clients; the table"):
+        run(federation(10, 10, 10, 10, 10, 10), devices)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("client,sped\n0,1\n", "no column 'sped'. Did you mean 'speed'"),
+        ("speed\n1\n", "needs the column client"),
+        ("client\n0\n", "and one or more of speed, uplink"),
+        ("client,speed\n0,1\n1,fast\n", "line 3, column speed: a number is needed, not 'fast'"),
+        ("client,uplink\n0,1\n1,\n", "line 3, column uplink: a number is needed, not ''"),
+        ("client,uplink\n0,1\n0,2\n", "client 0 stands there more than once"),
+        ("client,uplink\n0,1\n2,2\n", "some are missing"),
+        ("client,uplink\n", "some are missing"),
+        ("client,uplink\n0,-1\n", "uplink must be > 0"),
+        ("client,availability\n0,2\n", "a probability"),
+        ("client,downlink\n0,2\n", "downlink is given twice"),
+        ("", "cannot be read as CSV"),
+        (None, "cannot be read as CSV"),
+    ],
+)
+def test_a_table_of_devices_that_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "devices.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        Devices(file=str(path), flops_per_second=1e9, downlink=1.0)

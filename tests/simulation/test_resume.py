@@ -23,6 +23,8 @@ import torch
 
 from fedlowrank import Federation, simulate
 from fedlowrank.cli.main import main
+from fedlowrank.config.comparison import PlannedRun, find_changes
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, FedlowrankError
 from fedlowrank.core.optimizer import SGD
@@ -488,6 +490,38 @@ def test_resume_takes_settings_that_change_no_result(
     shutil.copytree(stopped, tmp_path / "run")
     assert main(["resume", str(tmp_path / "run"), override]) == 0
     assert rounds_of(tmp_path / "run") == rounds_of(unbroken(1))
+
+
+def without_new_settings(folder: Path) -> None:
+    """Make ``run.json`` as before there were some settings: of a run, its parts, a model, a method, its optimizer."""
+    config = json.loads((folder / "run.json").read_text())
+    fields = config["method"]["fields"]
+    for table, name in [
+        (config["run"], "devices"), (config["run"], "unseen"), (config["run"]["privacy"], "accountant"),
+        (config["model"], "head"), (fields, "mu"), (fields["optimizer"]["schedule"], "warmup"),
+    ]:  # fmt: skip
+        del table[name]
+    (folder / "run.json").write_text(json.dumps(config))
+
+
+def test_settings_that_came_later_do_not_stop_a_resumption(
+    stopped: Path, tmp_path: Path, unbroken: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    without_new_settings(folder)
+    for override, named in [
+        ("run.devices.latency=0.5", "run.devices.latency was 0.0 and is 0.5"),
+        ("run.unseen=0.5", "run.unseen was 0.0 and is 0.5"),
+        ("methods.pfedlora.mu=0.7", "method.fields.mu was 0.9 and is 0.7"),
+    ]:
+        assert main(["resume", str(folder), override]) == 1
+        assert named in capsys.readouterr().err
+    # neither does a comparison refuse it
+    experiment = ExperimentConfig.read(write_experiment(tmp_path), ["run.checkpoint_every=1"])
+    assert find_changes(PlannedRun(experiment, "pfedlora", {}, folder)) == []
+    assert main(["resume", str(folder)]) == 0
+    assert rounds_of(folder) == rounds_of(unbroken(1))
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:

@@ -146,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
-    add("--figures", type=Path, help="also write every figure to this folder, as .svg and .pdf")
+    add("--figures", type=Path, help="also write every figure to this folder, as .svg, .pdf and .png")
     add("--width", choices=["page", "column"], default="page",
         help="of these files: 5.3 inches, or 3.3 inches for one column of a paper (default: %(default)s)")  # fmt: skip
 

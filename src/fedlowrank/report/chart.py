@@ -32,6 +32,7 @@ DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axi
 LINES = 14
 POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
 TICK = 0.1  # least distance of two labels on an axis of values, as a part of the axis
+MARGIN = 0.12  # beside the values of an axis, as a part of their range: markers stand some points aside
 TIPS = 40  # most points of a line that show their value under the pointer
 THIN = 1.0  # width of the line of a further series of a method, in points
 
@@ -329,10 +330,10 @@ def set_value_axis(axes: Axes, values: Sequence[float], *, log: bool) -> None:
     # Limits by hand: matplotlib ignores lines that are set aside from their values.
     if log:
         axes.set_xscale("log")
-        axes.set_xlim(low / (high / low) ** 0.07, high * (high / low) ** 0.07)
+        axes.set_xlim(low / (high / low) ** MARGIN, high * (high / low) ** MARGIN)
         place = {value: math.log(value / low) / (math.log(high / low) or 1) for value in values}
     else:
-        axes.set_xlim(low - 0.07 * (high - low), high + 0.07 * (high - low))
+        axes.set_xlim(low - MARGIN * (high - low), high + MARGIN * (high - low))
         place = {value: (value - low) / ((high - low) or 1) for value in values}
     kept = [high]
     for value in reversed(values[:-1]):

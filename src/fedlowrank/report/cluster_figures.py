@@ -77,7 +77,7 @@ def _plot_routes(group: Group) -> Picture | None:
     *panels, key = figure.subplots(1, len(shown) + 1, width_ratios=ratios, squeeze=False)[0]
     for axes, at in zip(panels, shown, strict=True):
         draw_shades(axes, rounds[at][rows])
-        axes.set_title(f"round {at}", fontsize=9.5, pad=4)
+        axes.set_title(f"round {at}", pad=4)
         few = clusters <= ALL_TICKS
         axes.xaxis.set_major_locator(FixedLocator(range(clusters)) if few else MaxNLocator(4, integer=True))
         axes.set_yticks([])
@@ -163,4 +163,4 @@ def _draw_key(axes: Axes) -> None:
     axes.set_yticks([0, LEVELS / 2, LEVELS], ["1", "½", "0"])
     axes.tick_params(axis="y", length=2)
     axes.yaxis.set_label_position("right")
-    axes.set_ylabel("share", fontsize=9.5)
+    axes.set_ylabel("share")

@@ -12,9 +12,12 @@ import matplotlib
 from ..core.files import as_checkpoint_error
 from ..methods import METHODS
 from ..simulation.records import RunRecord
-from . import cluster_figures, data_figures, figures, lora_figures, rank_figures, trust_figures
+from . import cluster_figures, data_figures, figures, lora_figures, rank_figures, time_figures, trust_figures
 from .groups import Group, by_experiment, by_variation, group_runs, measure_of
 from .style import Picture, Style, Styles, Width, drawing, drawing_width, final_colors, make_styles
+
+DPI = 300
+"""Dots an inch of PNG files; publishers ask for at least 300."""
 
 
 def method_styles(groups: Sequence[Group]) -> dict[str, Style]:
@@ -45,6 +48,7 @@ def draw_all(groups: Sequence[Group], styles: Styles) -> Iterator[tuple[str, lis
             None if measure_of(some).is_loss else figures.plot_loss(some, styles),
             lora_figures.plot_training_loss(some, styles),
             figures.plot_communication(some, styles),
+            time_figures.plot_simulated_time(some, styles),
             trust_figures.plot_privacy(some, styles),
             trust_figures.plot_private_accuracy(some, styles),
             trust_figures.plot_clipping_norm(some, styles),
@@ -74,7 +78,7 @@ def _plot_curve(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 
 def save_figures(
-    runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf"), width: Width = "page"
+    runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf", "png"), width: Width = "page"
 ) -> list[Path]:  # fmt: skip
     """Write every figure of a report as files of its own, on white.
 
@@ -115,7 +119,7 @@ def save_figures(
                         path = into / f"{stem}.{kind}"
                         # No date inside, so that equal runs give equal files.
                         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-                        picture.figure.savefig(path, facecolor="white", metadata=stamp)
+                        picture.figure.savefig(path, facecolor="white", metadata=stamp, dpi=DPI)
                         made.append(path)
     return made
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ..core.errors import ConfigError
 from ..simulation.records import RunRecord
-from ..trust.settings import Trust
+from ..simulation.settings import RunSettings
 from .formats import one_line
 from .frame import section
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
@@ -22,8 +22,6 @@ from .metrics import ROUNDING, Estimate, Run, curve_over_seeds, estimate
 # Sections of ``run.json`` that the methods of an experiment share.
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
 _NOT_SETTINGS = ("seed", "target")
-# Values of settings that older runs did not record, so that old and new runs form one group.
-_OLD_DEFAULTS = {"run.unseen": "0.0", "run.sampling": '"fixed"'}
 
 
 class Target(NamedTuple):
@@ -84,13 +82,18 @@ class Group:
         """Learning curve of a series over seeds.
 
         Returns:
-            Columns ``mean``, ``ci`` and ``bytes`` (sent both ways since the start), indexed by round.
+            Columns ``mean``, ``ci``, ``bytes`` (sent both ways since the start) and ``simulated_seconds`` (since
+            the start; NaN without a simulated clock), indexed by round.
         """
         name, by = self.headline if series is None else series, measure or self.measure
         scores = [run.curve(name, by, unseen=unseen)["mean"] for run in self.runs]
         curve = curve_over_seeds(scores)
         sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
-        return curve.assign(bytes=curve_over_seeds(sent)["mean"].reindex(curve.index))
+        elapsed = [run.simulated for run, score in zip(self.runs, scores, strict=True) if len(score)]
+        return curve.assign(
+            bytes=curve_over_seeds(sent)["mean"].reindex(curve.index),
+            simulated_seconds=curve_over_seeds(elapsed)["mean"].reindex(curve.index),
+        )
 
     def recovery_curve(self) -> pd.DataFrame:
         """Cluster recovery over training, over seeds; empty if clusters are not known."""
@@ -295,8 +298,9 @@ def seed_of(run: RunRecord) -> str:
 
 def settings_of(run: RunRecord) -> dict[str, str]:
     """Everything but the seed that could make two runs differ, as ``section.key`` to JSON text."""
-    found = dict(_OLD_DEFAULTS)
-    _flatten("run", asdict(Trust()), found)
+    found: dict[str, str] = {}
+    # Settings that a run from before them does not record, so that old and new runs form one group.
+    _flatten("run", asdict(RunSettings()), found)
     _flatten("method", section(section(run.config, "method"), "fields"), found)
     for name in SECTIONS:
         _flatten(name, section(run.config, name), found)

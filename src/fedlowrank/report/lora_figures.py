@@ -62,7 +62,7 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     means = [mean for table in tables for mean in table["mean"]]
     chart.set_measure_axis(panels[0, 0].yaxis, measure, means, ends)
     for axes, name in zip(panels.flat, names, strict=False):
-        axes.set_title(one_line(name, 24), fontsize=9.5, loc="left", pad=4)
+        axes.set_title(one_line(name, 24), loc="left", pad=4)
         for group, series, scores in found:
             if series == name:
                 place = (methods.index(group.short) - (len(methods) - 1) / 2) * 4 * room

@@ -153,6 +153,13 @@ class Run:
         """Bytes sent both ways since the start, by round."""
         return pd.Series({r.round: float(r.bytes_up + r.bytes_down) for r in self.record.rounds}).cumsum()
 
+    @cached_property
+    def simulated(self) -> pd.Series:
+        """Simulated seconds since the start, by round; empty without a simulated clock."""
+        taken = {r.round: r.simulated_seconds for r in self.record.rounds}
+        has_clock = any(seconds is not None for seconds in taken.values())
+        return pd.Series(taken if has_clock else {}, dtype=np.float64).fillna(0.0).cumsum()
+
     def reported(self, kind: str) -> pd.DataFrame:
         """A table of :func:`fedlowrank.report.frame.method_values`; empty if the method has none."""
         return self._reported.get(kind, pd.DataFrame(dtype=np.float64))

@@ -47,19 +47,43 @@ function standalone(svg) {
   return copy.outerHTML.replace(/var\(--[a-z]+\d*,([^)]*)\)/g, "$1").replace(/currentColor/g, "#1b1f24");
 }
 
-for (const figure of document.querySelectorAll("figure")) {
-  const button = document.createElement("button");
-  button.className = "save";
-  button.textContent = "Save as SVG";
-  button.onclick = () => {
-    const link = document.createElement("a");
-    const name = (figure.querySelector("figcaption summary, figcaption b") || figure).textContent;
-    link.download = name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "") + ".svg";
-    link.href = URL.createObjectURL(new Blob([standalone(figure.querySelector("svg"))], {type: "image/svg+xml"}));
-    link.click();
-    URL.revokeObjectURL(link.href);
+// Offer a file for download under the title of the figure.
+function download(figure, blob, ending) {
+  const link = document.createElement("a");
+  const name = (figure.querySelector("figcaption summary, figcaption b") || figure).textContent;
+  link.download = name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "") + ending;
+  link.href = URL.createObjectURL(blob);
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function saveSvg(figure) {
+  download(figure, new Blob([standalone(figure.querySelector("svg"))], {type: "image/svg+xml"}), ".svg");
+}
+
+// On white, with 300 pixels an inch; the units of the drawing are 72 an inch.
+function savePng(figure) {
+  const svg = figure.querySelector("svg"), box = svg.viewBox.baseVal, image = new Image();
+  image.onload = () => {
+    const canvas = document.createElement("canvas"), brush = canvas.getContext("2d");
+    canvas.width = Math.round(box.width * 300 / 72);
+    canvas.height = Math.round(box.height * 300 / 72);
+    brush.fillStyle = "#fff";
+    brush.fillRect(0, 0, canvas.width, canvas.height);
+    brush.drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => download(figure, blob, ".png"));
   };
-  figure.append(button);
+  image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(standalone(svg));
+}
+
+for (const figure of document.querySelectorAll("figure")) {
+  for (const [kind, save] of [["SVG", saveSvg], ["PNG", savePng]]) {
+    const button = document.createElement("button");
+    button.className = "save";
+    button.textContent = "Save as " + kind;
+    button.onclick = () => save(figure);
+    figure.append(button, " ");
+  }
 }
 
 // A link to a folded part opens it and all that it lies in.

@@ -48,7 +48,7 @@ def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
     panels[0, 0].set(ylim=(-0.05 * top, 1.05 * top))
     panels[0, 0].yaxis.set_major_locator(FixedLocator([0, 50, 100]) if top <= 100 else MaxNLocator(nbins=3))
     chart.set_round_axis(panels[0, 0].xaxis, 4)
-    figure.supylabel("rank / % of the first", fontsize=10.5)
+    figure.supylabel("rank / % of the first")
     drawn_groups = [group for group, _ in found]
     entries = [chart.legend_entry(styles[group.short], marker="") for group in drawn_groups]
     add_legend(figure, entries, [group.short for group in drawn_groups])

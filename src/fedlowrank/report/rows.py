@@ -60,6 +60,7 @@ def comparison_row(group: Group) -> Row:
     row |= {**totals, "communication_float32": float32, "steps": steps, "flops": flops}
     for kind in ("seconds_train", "seconds_server", "seconds_evaluate"):
         row[kind] = _mean(one.get(kind) for one in costs)
+    row["simulated_seconds"] = _mean(one.get("simulated_seconds") for one in costs)
     reached = [found for run in runs if (found := run.costs_to(group.target.value)) is not None]
     counted = reached if n and len(reached) == n else []
     row |= {

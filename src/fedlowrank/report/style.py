@@ -44,6 +44,8 @@ WIDTHS = {"page": 5.3, "column": 3.3}
 _COLUMN_FONTS = {
     "font.size": 8,
     "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "figure.labelsize": 8,
     "legend.fontsize": 7,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
@@ -61,6 +63,8 @@ _SETTINGS = {
     "font.family": "DejaVu Sans",
     "font.size": 10.5,
     "axes.labelsize": 10.5,
+    "axes.titlesize": 9.5,
+    "figure.labelsize": 10.5,
     "legend.fontsize": 9.5,
     "xtick.labelsize": 9.5,
     "ytick.labelsize": 9.5,
@@ -225,7 +229,9 @@ def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str])
         return
     size = float(matplotlib.rcParams["legend.fontsize"])
     room = figure.get_figwidth() * 72 / ((max(map(len, texts)) * 0.57 + 4) * size)
-    columns = max(1, min(4, int(room)))
+    most = max(1, min(4, int(room)))
+    # No column is left half empty: five entries fill three columns, not four.
+    columns = math.ceil(len(texts) / math.ceil(len(texts) / most))
     # The axes keep their height however many methods there are.
     figure.set_figheight(figure.get_figheight() + 0.0232 * size * math.ceil(len(texts) / columns))
     figure.legend(

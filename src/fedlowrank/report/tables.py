@@ -336,6 +336,8 @@ def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         ("evaluate", "seconds_evaluate", format_seconds, False, ""),
     ):  # fmt: skip
         yield from _column(frame, title, key, form, always=title != "paper", note=note, is_wide=is_wide)
+    note = "by the simulated clock of run.devices"
+    yield from _column(frame, "simulated time", "simulated_seconds", format_seconds, note=note)
 
 
 def _target_columns(frame: pd.DataFrame) -> Iterator[Cells]:
@@ -348,8 +350,7 @@ def _target_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         ("train + server", "target_seconds", format_seconds),
     ):  # fmt: skip
         yield from _column(frame, title, key, form, always=True)
-    note = "by the simulated clock of run.devices"
-    yield from _column(frame, "simulated time", "target_simulated_seconds", format_seconds, note=note)
+    yield from _column(frame, "simulated time", "target_simulated_seconds", format_seconds)
 
 
 def _format_rounds(row: Mapping[str, Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from ..core.errors import ConfigError
 from ..core.key import Key
 from .communication import PayloadSize, Volume
+from .device_table import read_device_table
 
 MEGABIT = 1e6 / 8
 """Bytes of a megabit."""
@@ -23,7 +24,7 @@ class Devices:
     """What the clients' devices can do, in a simulation.
 
     A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks`` is: of
-    100 clients and a list of two the first fifty get the first number.
+    100 clients and a list of two the first fifty get the first number. A table gives each client its own numbers.
 
     Attributes:
         flops_per_second: floating-point operations a second of a device with speed 1; None: computation takes
@@ -35,6 +36,10 @@ class Devices:
         availability: probability, in (0, 1], that a participant stays until it has replied; of the others the
             reply is lost.
         deadline: seconds from the start of a round; replies that take longer are lost. None waits for all.
+        per_client: lists hold one number for each client, and a list of another length is refused.
+        file: a CSV file with a row for each client: the column ``client`` (0, 1, ...) and one or more of ``speed``,
+            ``uplink``, ``downlink`` and ``availability``. It is read once, into the fields above, so that a run
+            records the numbers and not the path; ``per_client`` is then set.
     """
 
     flops_per_second: float | None = None
@@ -44,8 +49,12 @@ class Devices:
     latency: float = 0.0
     availability: float | tuple[float, ...] = 1.0
     deadline: float | None = None
+    per_client: bool = False
+    file: str = ""
 
     def __post_init__(self) -> None:
+        if self.file:
+            self._read()
         for name in _LISTS:
             if isinstance(getattr(self, name), list):
                 # Python code passes a list
@@ -68,6 +77,18 @@ class Devices:
                 "downlink or latency, too"
             )
 
+    def _read(self) -> None:
+        """Put the columns of the table into the fields."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, values in read_device_table(self.file).items():
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"run.devices.{name} is given twice: by the setting and by the table {self.file!r}; leave out one"
+                )
+            object.__setattr__(self, name, values)
+        object.__setattr__(self, "per_client", True)
+        object.__setattr__(self, "file", "")
+
     def _check(self, name: str) -> None:
         value = getattr(self, name)
         values = () if value is None else _values(value)
@@ -89,14 +110,14 @@ class DeviceClock:
         key: of the federation.
 
     Raises:
-        ConfigError: if a list is longer than the clients are many.
+        ConfigError: if a list is longer than the clients are many or, with ``per_client``, shorter.
     """
 
     def __init__(self, devices: Devices, clients: int, key: Key) -> None:
         self.devices = devices
         self._key, self._clients = key / "available", clients
         self._speeds, self._up, self._down, self._available = (
-            _broadcast(name, getattr(devices, name), clients)
+            _broadcast(name, getattr(devices, name), clients, devices.per_client)
             for name in ("speeds", "uplink", "downlink", "availability")
         )
 
@@ -170,9 +191,15 @@ def _values(value: float | Sequence[float]) -> tuple[float, ...]:
     return (value,) if isinstance(value, int | float) else tuple(value)
 
 
-def _broadcast(name: str, value: float | Sequence[float] | None, clients: int) -> list[float]:
+def _broadcast(
+    name: str, value: float | Sequence[float] | None, clients: int, per_client: bool
+) -> list[float]:
     """One number a client; infinity, for a link that takes no time, where none is given."""
     values = (math.inf,) if value is None else _values(value)
-    if len(values) > clients > 0:
-        raise ConfigError(f"run.devices.{name} has {len(values)} numbers, but there are {clients} clients")
+    is_list = not isinstance(value, int | float | None)
+    if len(values) > clients > 0 or (per_client and is_list and len(values) != clients):
+        each = "; the table of devices needs a row for each" if per_client else ""
+        raise ConfigError(
+            f"run.devices.{name} has {len(values)} numbers, but there are {clients} clients{each}"
+        )
     return [values[i * len(values) // clients] for i in range(clients)]

@@ -25,6 +25,7 @@ from .lock import exclusive
 from .records import FORMAT, METRICS, RoundRecord, read_lines
 from .run import Run
 from .settings import RunSettings
+from .stored_settings import add_defaults
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes", "remarks",
@@ -280,10 +281,12 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
     unless the method plans them by their number.
 
     Args:
-        stored: the configuration of the run.
+        stored: the configuration of the run. Settings that it lacks count as their defaults
+            (:func:`fedlowrank.simulation.stored_settings.add_defaults`).
         now: how it is to go on, or some sections of it.
         method: that it runs.
     """
+    stored = add_defaults(stored, method) if isinstance(stored, dict) else stored
     before, after = (_rounds(c) for c in (stored, now))
     if not isinstance(before, int) or not isinstance(after, int) or before == after:
         return differences(stored, now)
