@@ -78,13 +78,24 @@ class Pass:
 
     Attributes:
         epochs: times every example is seen.
-        batch_size: examples a step; the last step of an epoch takes what is left.
+        batch_size: examples a step; the last step of an epoch takes the remaining ones.
         steps: end after so many steps, or None.
+        share: of the examples, in (0, 1]. Below 1, each pass of a round sees its own random part of them.
     """
 
     epochs: int = 1
     batch_size: int = 64
     steps: int | None = None
+    share: float = 1.0
+
+    def examples_of(self, total: int) -> int:
+        """How many of a client's examples the pass sees: its share of the total, rounded down, at least one."""
+        return max(min(1, total), int(self.share * total))
+
+    def steps_over(self, total: int) -> int:
+        """Optimizer steps of the pass at a client with so many examples."""
+        steps = self.epochs * -(-self.examples_of(total) // self.batch_size)
+        return steps if self.steps is None else min(steps, self.steps)
 
 
 @dataclass(frozen=True)
