@@ -160,7 +160,7 @@ class Aggregator:
         self._reduce()
 
     def finish(self) -> Any:
-        """The total: the tree of contributions with every leaf reduced, or None if nobody contributed.
+        """The total: the tree of contributions with every leaf reduced, or None without contributions.
 
         Raises:
             ValueError: if a client was neither added nor skipped.

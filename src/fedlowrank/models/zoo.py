@@ -48,14 +48,14 @@ class ModelSettings:
 
     Attributes:
         names: client k has the (k mod number)-th of these, a list: a built-in model, or
-            ``"package.module:factory"`` of one's own. The factory is called as ``factory(shape, classes)``
+            ``"package.module:factory"`` of your own. The factory is called as ``factory(shape, classes)``
             and returns a ``torch.nn.Module``; ``shape`` is that of one example, such as (3, 32, 32), and
             ``classes`` the number of classes (of a regression, of targets).
         split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the
             last hidden layer).
         hidden: of the MLP: widths of its hidden layers.
         bias: of ``mlp`` and ``linear``: whether layers add a constant.
-        head: of one's own models: dotted name of the submodule that is the head, where the model does not
+        head: of your own models: dotted name of the submodule that is the head, where the model does not
             declare it.
     """
 

@@ -85,7 +85,7 @@ class Run:
     """Whether a round's evaluation is known only after the next round, by :meth:`late`."""
 
     is_deployed: ClassVar[bool] = False
-    """Whether the clients are other parties, who must not know what noise is drawn."""
+    """Whether the clients are on other machines, which must not know what noise is drawn."""
 
     def __init__(
         self,

@@ -341,7 +341,7 @@ def protect(
         trust: the settings.
         budget: of privacy, or None for none.
         expected: clients that are expected in a round, qN.
-        system: noise comes from the operating system: other parties could know the seed of a run.
+        system: noise comes from the operating system: others could know the seed of a run.
 
     Raises:
         TaskError: if something cannot be done with the method's updates, with the reason.
