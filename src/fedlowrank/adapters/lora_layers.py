@@ -34,7 +34,7 @@ class LoRALayer(nn.Module):
         super().__init__()
         self.base_layer = base
         self.scaling, self.rslora = scaling, rslora
-        weight: Tensor = base.weight  # type: ignore[assignment]
+        weight: Tensor = base.weight  # type: ignore[assignment]  # its class is checked before
         d, k = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(base, nn.Embedding):
             d, k = k, d

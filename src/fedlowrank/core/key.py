@@ -66,15 +66,15 @@ class Key:
                 with torch.cuda.device(gpu):
                     torch.cuda.manual_seed(seed)
             random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
+            np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it
             try:
                 yield
             finally:
                 random.setstate(python)
-                np.random.set_state(numpy)  # noqa: NPY002
+                np.random.set_state(numpy)  # noqa: NPY002 - user code draws from it
 
 
 def generator_states() -> tuple[Any, ...]:
     """States of the global generators of torch, Python and numpy, to see whether user code has drawn from them."""
-    _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest

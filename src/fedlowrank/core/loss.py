@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .model import Model
 from .task import Batch
-from .tree import Params, map  # noqa: A004
+from .tree import Params, map
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""

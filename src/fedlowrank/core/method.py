@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -273,14 +273,12 @@ class Method(ABC, Generic[S, C, D, U]):
     def client_init(self, task: Task, client: ClientInfo) -> C:
         """State of a client before its first round; by default a client keeps nothing."""
         del task, client
-        nothing: Any = None
-        return nothing  # type: ignore[no-any-return]
+        return cast(C, None)
 
     def download(self, server: S, client: ClientInfo) -> D:
         """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
         del client
-        message: Any = server
-        return message  # type: ignore[no-any-return]
+        return cast(D, server)
 
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:

@@ -124,7 +124,7 @@ def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
     return value if items is None else kind(**{k: _each(v, f) for k, v in items})
 
 
-def map(f: Callable[..., Any], first: T, *rest: Any) -> T:  # noqa: A001
+def map(f: Callable[..., Any], first: T, *rest: Any) -> T:
     """Apply ``f`` to the tensors of trees of one structure.
 
     Args:

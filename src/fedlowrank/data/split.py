@@ -134,7 +134,7 @@ class Local:
         """See `Split.official_test`."""
         return "merged" if self.pool == "all" else "unused"
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002 - as Split
         """See `Split.divide`."""
         parts = sum(share > 0 for share in (self.train, self.val, self.test))
         if len(own) < parts:

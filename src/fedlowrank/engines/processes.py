@@ -310,7 +310,7 @@ def decode_result(header: Header, payloads: list[bytes]) -> ClientResult:
 
 def can_fork() -> bool:
     """Whether a fork of this process can compute: not if it uses a GPU."""
-    return not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return not torch.cuda.is_initialized()
 
 
 def cores() -> int:

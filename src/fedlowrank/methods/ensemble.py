@@ -23,7 +23,7 @@ from ..adapters.router import Router
 from ..core.client_model import ClientModel
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 from .families.clusters import (
     Apply,
     by_cluster,

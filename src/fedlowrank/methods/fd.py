@@ -8,7 +8,7 @@ augmentation).
                             F_{k,j} = mean softmax output over its examples of label j; keep θ_k; send F_k          local_update
     server:                 remember F_k; leave one out: Ĝ_{k,j} = mean_{i≠k, i owns j} F_{i,j}                     server_update
 
-Outputs are probabilities: raw logits as targets diverge. A label that nobody else owns has no target and its
+Outputs are probabilities: raw logits as targets diverge. A label that no other client owns has no target and its
 term is left out. Departures: F is taken in one pass after training (the paper accumulates it during
 training); under partial participation the mean is over each client's latest reply. Choice: clients of one
 architecture begin with the same initial weights.
@@ -26,7 +26,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each
 from ..core.loss import cross_entropy, soft_cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 
 
 @tree

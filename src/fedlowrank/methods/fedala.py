@@ -35,7 +35,7 @@ from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.optimizer import SGD
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 
 
 @tree

@@ -64,7 +64,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     bounds = {"adapt": ">= 0"}
     at_rest: ClassVar[dict[str, int]] = {
         "adapt": 1
-    }  # the one EM step of a round moves the shares, whoever learns
+    }  # the one EM step of a round moves the shares at any learning rate
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""

@@ -32,7 +32,7 @@ from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, AdamW
-from ..core.tree import Params, add, map, sub, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, sub, zeros_like
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:

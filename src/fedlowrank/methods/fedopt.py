@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.method import ClientInfo, Method, ServerView, Task
-from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004 - map of trees
+from ..core.tree import Params, add, map, sub, tree, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 
 CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"

@@ -32,7 +32,7 @@ from ..core.client_model import ClientModel
 from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, add, map, numel, tree, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, numel, tree, zeros_like
 
 
 @tree

@@ -35,7 +35,7 @@ from ..core.contribution import Each, Mean, mean
 from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
-from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, sub, tree, zeros_like
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (
     Norm,
@@ -101,7 +101,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
     bounds = {"lam": ">= 0", "mu": ">= 0", "eta_g": "> 0", "fusion_epochs": ">= 1"}
-    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
+    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w shrinks at a learning rate of 0, too
 
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""

@@ -32,7 +32,7 @@ from ..core.contribution import Mean
 from ..core.loss import gradient, supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
-from ..core.tree import Params, add, dot, map, sub  # noqa: A004
+from ..core.tree import Params, add, dot, map, sub
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:

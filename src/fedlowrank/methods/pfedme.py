@@ -35,7 +35,7 @@ from ..core.contribution import Mean
 from ..core.loss import gradient, supervised_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
-from ..core.tree import Params, add, map, square_distance, sub  # noqa: A004
+from ..core.tree import Params, add, map, square_distance, sub
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import AdamW
-from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, sub, tree, zeros_like
 
 
 @tree

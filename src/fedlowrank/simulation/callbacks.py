@@ -80,7 +80,7 @@ class EarlyStopping(Callback):
         self._best_round, self._waited = 0, 0
 
     @property
-    def reason(self) -> str:  # type: ignore[override]
+    def reason(self) -> str:  # type: ignore[override]  # computed, a field of the base
         """Why the run ends."""
         return f"no better validation for {self.patience} evaluations after round {self._best_round}"
 

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -308,7 +309,7 @@ def _of_models(models: Sequence[tuple[LocalModel, Sequence[Any]]], scores: dict[
         return [v for model, clients in models for v in [value(model)] * len(clients)]
 
     routes = each(lambda model: model.routes)
-    sizes = {name: each(lambda model, n=name: model.count_parameters(n)) for name in scores}  # type: ignore[misc]
+    sizes = {name: each(methodcaller("count_parameters", name)) for name in scores}
     accuracy, risk = table(lambda of: of.accuracy), table(lambda of: of.risk)
     metrics = {name: metric(name) for name in next(iter(scores.values())).metrics}
     return Evaluation(accuracy, risk, None if None in routes else routes, sizes, metrics)

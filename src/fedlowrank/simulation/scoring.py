@@ -44,7 +44,7 @@ class Pool:
         self.lengths = [len(part) for part in parts]
         self.regression = parts[0].regression
         self.passes = [part for part in parts if len(part)] if whole is None else [whole]
-        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]
+        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
 
 
 def concatenate(parts: Sequence[Examples]) -> Pool | None:

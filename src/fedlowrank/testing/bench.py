@@ -146,6 +146,11 @@ class Timing:
     arms: dict[str, Arm] = field(default_factory=dict)
 
 
+def _round_of(run: Run) -> Callable[[int], object]:
+    """A function that goes through the next round, whichever it is."""
+    return lambda _: run.step()
+
+
 def time_rounds(
     name: str,
     engines: Sequence[str],
@@ -180,7 +185,7 @@ def time_rounds(
         work: dict[str, Callable[[int], object]] = {
             "": lambda t: floor.round(first.participants(t)),
             USER: lambda t: user.round(first.participants(t)),
-            **{e: lambda _, run=run: run.step() for e, run in runs.items()},  # type: ignore[misc]
+            **{engine: _round_of(run) for engine, run in runs.items()},
         }
         timing.arms = {name: Arm() for name in work if name}
         names = list(work)

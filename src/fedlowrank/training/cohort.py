@@ -182,7 +182,7 @@ def _unsupported() -> Iterator[None]:
     """Turn every error into :class:`UnsupportedError`; the function's own comes out again for a client alone."""
     try:
         yield
-    except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+    except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
         raise
     except Exception as error:
         raise UnsupportedError(f"{type(error).__name__}: {error}") from error

@@ -107,7 +107,13 @@ class _SharedRows:
         x = channels_last(self.decode(self.inputs.index_select(0, x_rows.flatten())))
         y = self.labels.index_select(0, y_rows.flatten())
         shape = x_rows.shape
-        return Batch(x.unflatten(0, shape), y.unflatten(0, shape), self.masks[step], step)  # type: ignore[no-untyped-call]
+        x, y = x.unflatten(0, shape), y.unflatten(0, shape)
+        return Batch(x, y, self.masks[step], step)
+
+
+def _as_stored(rows: Tensor) -> Tensor:
+    """Rows that need no decoding."""
+    return rows
 
 
 def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
@@ -116,7 +122,7 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     Clients with the most steps come first. A client with fewer examples in a step repeats its first one, masked.
     """
     inputs: list[Any] = [d.examples.x for d in data]
-    decode: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
+    decode: Callable[[Tensor], Tensor] = _as_stored
     if isinstance(inputs[0], Pixels):
         decode = inputs[0].images
         inputs = [x.codes for x in inputs if x.table is inputs[0].table]

@@ -114,5 +114,4 @@ def by_client(x: Tensor, clients: int) -> Tensor:
     return x.reshape(clients, x.shape[0] // clients, *x.shape[1:])
 
 
-# these two fill the table, and need what is above
-from . import layer_rules, tensor_rules  # noqa: E402, F401
+from . import layer_rules, tensor_rules  # noqa: E402, F401 - they fill the table, and import the names above
