@@ -37,7 +37,8 @@ def show_list(method: str | None, trust: bool) -> int:
         OUT.print(table)
     if trust:
         OUT.print(
-            "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every method."
+            "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every "
+            "method."
         )
         return 0
     OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")

@@ -121,7 +121,8 @@ def parser() -> argparse.ArgumentParser:
     add("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
     add("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
     add("--vary", action="append", default=[], help="section.field=v1,v2,...: run everything for each value "
-        "(default: the file's vary). May be repeated for a grid: --vary A=1,2 --vary B=3,4 runs all 4 combinations")  # fmt: skip
+        "(default: the file's vary). May be repeated for a grid: --vary A=1,2 --vary B=3,4 runs all 4 "
+        "combinations")  # fmt: skip
     add("--jobs", type=int, default=1, help=JOBS)
     add("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")

@@ -48,7 +48,8 @@ def tune_experiment(
 ) -> ExperimentConfig | None:
     """Run the grid search of an experiment, or go on with it, and write down what it chooses.
 
-    Writes ``tuning.csv``, ``tuning.md`` and ``tuned.toml`` into the folder, and the runs to ``tuning`` below it.
+    Writes ``tuning.csv``, ``tuning.md`` and ``tuned.toml`` into the folder, and the runs to ``tuning`` below
+    it.
 
     Args:
         experiment: with a section ``[tune]``.
@@ -138,7 +139,8 @@ def _require_validation(one: PlannedRun) -> None:
     """Refuse to tune without validation examples, before anything is trained."""
     if one.experiment.language is None and not any(len(data.val) for data in one.experiment.shares().data):
         raise ConfigError(
-            "settings are chosen by validation, but no client has validation examples. Set split.val, such as 0.1"
+            "settings are chosen by validation, but no client has validation examples. Set split.val, such "
+            "as 0.1"
         )
 
 

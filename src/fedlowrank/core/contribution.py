@@ -223,8 +223,8 @@ def map_leaves(f: Callable[[str, Any], Any], contribution: Any, path: str = "") 
         return [map_leaves(f, value, tree.join(path, str(i))) for i, value in enumerate(contribution)]
     if not isinstance(contribution, (Mean, Sum, Each, type)):
         raise tree.TreeError(
-            f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it holds a "
-            f"{type(contribution).__name__}"
+            f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "
+            f"holds a {type(contribution).__name__}"
         )
     return f(path, contribution)
 

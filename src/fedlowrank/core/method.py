@@ -242,8 +242,9 @@ class Method(ABC, Generic[S, C, D, U]):
             if f.name.endswith("optimizer") and not is_optimizer(value) and not (optional and value is None):
                 cls, kind = (value, "the class") if isinstance(value, type) else (type(value), "a")
                 raise ConfigError(
-                    f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be fedlowrank.SGD(lr=...) or "
-                    "fedlowrank.AdamW(lr=...), which say how every client steps. An optimizer of torch belongs to one model."
+                    f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be "
+                    "fedlowrank.SGD(lr=...) or fedlowrank.AdamW(lr=...), which say how every client steps. "
+                    "An optimizer of torch belongs to one model."
                 )
 
     @property
@@ -335,9 +336,9 @@ class Method(ABC, Generic[S, C, D, U]):
     def reference(self, down: D, client: ClientInfo) -> Any:
         """What an upload is compared with: an upload minus its reference is the update, which is clipped and compressed.
 
-        By default the download. It has the form of the upload, dicts for classes allowed; None in the place of a
-        part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose place has
-        other parts.
+        By default the download. It has the form of the upload, dicts for classes allowed; None in the place
+        of a part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose
+        place has other parts.
 
         Args:
             down: what the client was sent.

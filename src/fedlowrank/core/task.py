@@ -152,8 +152,8 @@ class Task:
                 f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1])
             )
             raise TaskError(
-                f"{method} averages whole models, so all clients must hold the same architecture, but {held}. "
-                "Give model.names one name, or choose a method for heterogeneous models "
+                f"{method} averages whole models, so all clients must hold the same architecture, but "
+                f"{held}. Give model.names one name, or choose a method for heterogeneous models "
                 "(`fedlowrank list` says which)."
             )
         return next(iter(self.architectures.values()))
@@ -168,9 +168,10 @@ class Task:
         for client in self.clients:
             if self.model(client).width != self.model(first).width:
                 raise TaskError(
-                    f"{method} needs representations of one width, but client {first.id} ({first.architecture}) has "
-                    f"{self.model(first).width} and client {client.id} ({client.architecture}) has "
-                    f"{self.model(client).width}. Choose another split point (model.split) or other models."
+                    f"{method} needs representations of one width, but client {first.id} "
+                    f"({first.architecture}) has {self.model(first).width} and client {client.id} "
+                    f"({client.architecture}) has {self.model(client).width}. Choose another split point "
+                    "(model.split) or other models."
                 )
         return self.model(first).width
 

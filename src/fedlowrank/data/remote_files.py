@@ -63,7 +63,8 @@ def fetch(file: RemoteFile, folder: Path, report: Report) -> Path:
         The path of the complete file.
 
     Raises:
-        DataError: if the host cannot be reached, the connection ends early, or the content is not as published.
+        DataError: if the host cannot be reached, the connection ends early, or the content is not as
+            published.
     """
     target = folder / file.name
     part = folder / (file.name + ".part")
@@ -111,8 +112,8 @@ def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int 
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise DataError(
-                f"{str(part)!r} does not belong to the file at {host}, which is not longer than it. Delete it and "
-                "run the same command again."
+                f"{str(part)!r} does not belong to the file at {host}, which is not longer than it. Delete "
+                "it and run the same command again."
             ) from error
         raise DataError(f"{host} answers {error.code} {error.reason} for {file.url}. {elsewhere}") from error
     except urllib.error.URLError as error:

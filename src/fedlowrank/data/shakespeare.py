@@ -32,13 +32,13 @@ Roles = dict[str, list[str]]
 class Shakespeare:
     """Next-character prediction: ``length`` characters of a speaking role are the input, the next is the class.
 
-    Use it with ``data.normalize = "none"``, model ``char_lstm`` and partition ``natural``. Source: Caldas et al.,
-    "LEAF: A Benchmark for Federated Settings" (2018).
+    Use it with ``data.normalize = "none"``, model ``char_lstm`` and partition ``natural``. Source: Caldas et
+    al., "LEAF: A Benchmark for Federated Settings" (2018).
 
     Attributes:
-        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` leaves it; the JSON files of LEAF (a
-            file, a folder of them, or one with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or Parquet
-            file, also with ``.gz``, with a row for each speech or role.
+        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` leaves it; the JSON files of LEAF
+            (a file, a folder of them, or one with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or
+            Parquet file, also with ``.gz``, with a row for each speech or role.
         length: characters of an input, at least 1; of LEAF's files 80, whatever the setting.
         step: a new example begins so many characters after the one before. LEAF uses 1, which makes as many
             examples as there are characters.

@@ -145,7 +145,8 @@ class RayWorker:
             payloads: the encoded state of each client, and then the encoded downloads.
 
         Returns:
-            The traceback of a failure or None, and for each client what :func:`.processes.train_client` returns.
+            The traceback of a failure or None, and for each client what :func:`.processes.train_client`
+            returns.
         """
         states, downs = payloads[: len(clients)], payloads[len(clients) :]
         try:

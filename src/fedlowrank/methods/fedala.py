@@ -12,15 +12,15 @@ J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan. AAAI 2023. arXiv:221
     inference:              (l^{t+1}, W_k u^{t+1} + (1 - W_k) u_k)                              personal
 
 All elements of W_k begin at 1. A client in its first round has no model of its own and trains the download;
-W_k moves from its second round on, for ``first_epochs`` in that round and for one epoch in the following ones.
-η = 0 leaves W_k at 1 and is FedAvg.
+W_k moves from its second round on, for ``first_epochs`` in that round and for one epoch in the following
+ones. η = 0 leaves W_k at 1 and is FedAvg.
 
 Choices: the upper layers are the model's head, or the last ``layers`` modules that have parameters of their
-own (the authors' code counts parameter tensors). The paper trains W_k for the first time until the losses of the
-last ten epochs hardly differ; a pass has a fixed length, and eleven epochs are the fewest after which that
-rule may stop. The examples that W_k is trained on are drawn anew in each round, s = 80% of them as in the
-paper; the authors' code takes consecutive examples and skips the last, smaller mini-batch. Inference takes W_k
-as it was last trained, where the paper trains it once more on the model received.
+own (the authors' code counts parameter tensors). The paper trains W_k for the first time until the losses of
+the last ten epochs hardly differ; a pass has a fixed length, and eleven epochs are the fewest after which
+that rule may stop. The examples that W_k is trained on are drawn anew in each round, s = 80% of them as in
+the paper; the authors' code takes consecutive examples and skips the last, smaller mini-batch. Inference
+takes W_k as it was last trained, where the paper trains it once more on the model received.
 """
 
 from __future__ import annotations

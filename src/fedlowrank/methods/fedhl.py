@@ -101,8 +101,8 @@ class FedHL(Method[Server, Params, Download, Message]):
         super().__post_init__()
         if self.residual and self.form.kind not in ("exact", "capped"):
             raise ConfigError(
-                "FedHL: the residual travels as factors, so it needs a server that holds factors; set form.kind to 'exact' or "
-                f"'capped', not {self.form.kind!r}"
+                "FedHL: the residual travels as factors, so it needs a server that holds factors; set "
+                f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
             )
 
     def server_init(self, task: Task) -> Server:

@@ -72,9 +72,9 @@ class FedNova(Method[Params, None, Params, Params]):
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
             raise ConfigError(
-                "FedNova divides an update by the weights of its gradients, which the paper gives for SGD with "
-                f"momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer has "
-                f"{', '.join(bad)}. Use one of the two; clip, weight decay and a schedule are fine"
+                "FedNova divides an update by the weights of its gradients, which the paper gives for SGD "
+                f"with momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer "
+                f"has {', '.join(bad)}. Use one of the two; clip, weight decay and a schedule are fine"
             )
 
     @property

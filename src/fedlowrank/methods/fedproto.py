@@ -117,7 +117,8 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
         """The sum of the prototypes of each class, and their weights."""
-        # over a network a client could claim any count, and a class twice; it has no more examples than in all
+        # over a network a client could claim any count, and a class twice; it has no more examples than in
+        # all
         if len(torch.unique(upload.labels)) < len(upload.labels):
             raise TaskError(f"FedProto: client {client.id} sent a class twice")
         count = upload.count.clamp(max=client.examples)

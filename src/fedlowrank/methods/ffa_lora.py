@@ -55,8 +55,8 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         embeddings = [n for n, site in lora_of(model).layers.items() if site.embedding]
         if embeddings:
             raise TaskError(
-                f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not learn. Leave "
-                "embeddings out of target_modules, or choose fedit or fedsa_lora."
+                f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
+                "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
         return Server(_without_a(initial_factors(task, rank)), self.tuning.shared_rest(model))
 

@@ -45,8 +45,9 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
             other = model.head_of(model.initial)
             if {n: p.shape for n, p in other.items()} != {n: p.shape for n, p in head.items()}:
                 raise TaskError(
-                    f"{self.title} shares the head, but the heads of client {task.clients[0].id} ({first.name}) and client "
-                    f"{client.id} ({model.name}) differ: {_shapes(head)} and {_shapes(other)}"
+                    f"{self.title} shares the head, but the heads of client {task.clients[0].id} "
+                    f"({first.name}) and client {client.id} ({model.name}) differ: {_shapes(head)} and "
+                    f"{_shapes(other)}"
                 )
         return head
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class CharLSTM(nn.Module):
     """An LSTM that reads characters and scores the next one.
 
-    Source: Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018): an embedding of 8 numbers for each
-    character, two LSTM layers of 256 units, a linear layer on the last output.
+    Source: Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018): an embedding of 8 numbers for
+    each character, two LSTM layers of 256 units, a linear layer on the last output.
 
     Args:
         characters: size of the alphabet, which is the number of classes, too.

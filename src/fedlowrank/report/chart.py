@@ -137,8 +137,9 @@ def plot_lines(
 ) -> Picture | None:  # fmt: skip
     """A figure of lines against rounds; None without lines.
 
-    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what is
-    drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the rest.
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what
+    is drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the
+    rest.
     """
     if not lines:
         return None

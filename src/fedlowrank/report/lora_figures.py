@@ -272,6 +272,6 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
     return chart.plot_measure(
         lines, styles, TRAINING, head="Mean loss over the training steps of each round, of all participants",
         tail=" It is taken while the clients train, so it falls within a round as well as from round to round: "
-        "where it falls and the test loss does not, the clients overfit or their updates do not add up at the "
-        f"server.{more}",
+        "where it falls and the test loss does not, the clients overfit or their updates do not add up at "
+        f"the server.{more}",
     )  # fmt: skip

@@ -180,8 +180,8 @@ class Run:
     def last_metrics(self) -> dict[tuple[str, str], float]:
         """Further metrics after the last round that has them, by name and series.
 
-        Means over the clients that can train and for which the metric is defined; infinite if one of them is not
-        finite.
+        Means over the clients that can train and for which the metric is defined; infinite if one of them is
+        not finite.
         """
         unseen, found = unseen_clients(self.record), {}
         for key, table in further_metrics(self.record).items():
@@ -316,9 +316,9 @@ class Run:
 def metric_row(runs: Sequence[Run], headline: str | None) -> dict[str, float | None]:
     """Further metrics of runs that differ in the seed, as columns of the CSV.
 
-    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 % confidence
-    interval. Columns of a series other than the headline end in a point and its name. Values are empty where a
-    seed's mean is not finite.
+    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 %
+    confidence interval. Columns of a series other than the headline end in a point and its name. Values are
+    empty where a seed's mean is not finite.
     """
     row: dict[str, float | None] = {}
     for name, series in dict.fromkeys(key for run in runs for key in run.last_metrics):

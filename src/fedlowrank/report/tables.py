@@ -268,8 +268,8 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 def _metric_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     """A column for each metric and series that any run measures besides accuracy and loss."""
     note = (
-        "mean over the clients that can train and for which the metric is defined, after the last evaluated round; "
-        "over several seeds ± half-width of the 95 % confidence interval"
+        "mean over the clients that can train and for which the metric is defined, after the last evaluated "
+        "round; over several seeds ± half-width of the 95 % confidence interval"
     )
     for key in [name for name in frame if name.startswith("metric_") and "_ci95_seeds" not in name]:
         # a module may have points; the title is the function alone
@@ -287,11 +287,11 @@ def _trust_columns(frame: pd.DataFrame) -> Iterator[Cells]:
          "share of test examples of other classes that models of honest clients take for the target of the "
          "attack once they have its trigger, at the last evaluated round, mean over seeds; lower is better"),
         ("hostile weight", "hostile_weight", format_percent, "%",
-         "share that hostile clients have of the weights (of norm_bound: factors) that the rule gave to replies, "
-         "mean over rounds; lower is better"),
+         "share that hostile clients have of the weights (of norm_bound: factors) that the rule gave to "
+         "replies, mean over rounds; lower is better"),
         ("ε", "epsilon", _format_epsilon, "",
-         "privacy that was spent: of the models that the server released or, under local privacy, of the client "
-         "that sent most; lower is better"),
+         "privacy that was spent: of the models that the server released or, under local privacy, of the "
+         "client that sent most; lower is better"),
     ):  # fmt: skip
         yield from _column(frame, title, key, form, unit=unit, note=note)
 

@@ -52,8 +52,8 @@ def describe_trust(run: RunRecord) -> list[str]:
         found.append(_describe_attack(run, attack))
     if secure.get("on"):
         found.append(
-            f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the server "
-            f"learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
+            f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the "
+            f"server learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
         )
     return found
 

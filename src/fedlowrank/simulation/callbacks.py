@@ -158,7 +158,8 @@ def as_callbacks(given: RoundCallback | Sequence[RoundCallback] | None) -> list[
         if isinstance(callback, type) or not callable(callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
             raise ConfigError(
-                f"a callback is a function of a round's record, or an object such as EarlyStopping(); not {what}"
+                "a callback is a function of a round's record, or an object such as EarlyStopping(); not "
+                f"{what}"
             )
     return callbacks
 

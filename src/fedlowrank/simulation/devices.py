@@ -22,8 +22,8 @@ _LISTS = ("speeds", "uplink", "downlink", "availability")
 class Devices:
     """What the clients' devices can do, in a simulation.
 
-    A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks`` is: of
-    100 clients and a list of two the first fifty get the first number.
+    A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks``
+    is: of 100 clients and a list of two the first fifty get the first number.
 
     Attributes:
         flops_per_second: floating-point operations a second of a device with speed 1; None: computation takes
@@ -127,8 +127,8 @@ class DeviceClock:
 class RoundTiming:
     """Measures a round by the simulated clock.
 
-    Without a deadline the round takes as long as its slowest participant. With one, replies after it are lost,
-    and the round ends at the deadline. The server need not wait for a client that drops out.
+    Without a deadline the round takes as long as its slowest participant. With one, replies after it are
+    lost, and the round ends at the deadline. The server need not wait for a client that drops out.
 
     Args:
         clock: of the clients.

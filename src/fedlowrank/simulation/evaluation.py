@@ -80,8 +80,8 @@ class Evaluation:
 class Evaluator:
     """Evaluates the models that clients would use now, those of clients that never took part included.
 
-    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples. Where
-    models differ but not their module of standard layers, each scores its own rows of them.
+    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples.
+    Where models differ but not their module of standard layers, each scores its own rows of them.
 
     Args:
         method: says how a client infers.

@@ -187,8 +187,8 @@ class Inspection:
                 )
             except tree.TreeError as error:
                 raise TaskError(
-                    f"robust.rule = {rule!r} compares updates, and those of {self.method.title} differ in form: {error}. "
-                    "Choose norm_bound."
+                    f"robust.rule = {rule!r} compares updates, and those of {self.method.title} differ in "
+                    f"form: {error}. Choose norm_bound."
                 ) from error
             if rule == "geometric_median":
                 found = geometric_median_weights(products, self._counts(infos, list(uploads)))

@@ -19,7 +19,8 @@ class Participants:
         clients: of the federation.
         settings: of the run.
         key: of the federation.
-        secret: draw from the operating system, for privacy is amplified only by draws that no client can foresee.
+        secret: draw from the operating system, for privacy is amplified only by draws that no client can
+            foresee.
 
     Attributes:
         unseen: identifiers of clients that never train.

@@ -64,8 +64,8 @@ class RoundRecord:
         risk: the mean loss of every client's model on its own examples, in the same form, to six significant
             digits; a loss in float32 has seven.
         simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
-        metrics: those of ``run.metrics`` by name, each in the same form, to six significant digits; None for a
-            client where a metric is not defined. None as a whole without such metrics or evaluation.
+        metrics: those of ``run.metrics`` by name, each in the same form, to six significant digits; None for
+            a client where a metric is not defined. None as a whole without such metrics or evaluation.
         routes: of every client its share of each cluster; None if the method has no clusters, or without
             evaluation.
         parameters: of each series, how many numbers the model of each client takes

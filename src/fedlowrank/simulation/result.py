@@ -52,8 +52,8 @@ class Result:
     def to_frame(self, *, last: bool = False) -> pd.DataFrame:
         """Results of every client as a table, one row for each evaluated round, client, series and split.
 
-        Columns: round, client, unseen (never trains), hostile, series, split, accuracy, loss and one for each of
-        ``metrics``; see :func:`.frames.client_frame`.
+        Columns: round, client, unseen (never trains), hostile, series, split, accuracy, loss and one for each
+        of ``metrics``; see :func:`.frames.client_frame`.
 
         Args:
             last: keep only the last evaluated round.

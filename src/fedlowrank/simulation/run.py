@@ -128,8 +128,8 @@ class Run:
         count = round(self.draws.expected)
         if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):
             raise ConfigError(
-                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and {count} clients are "
-                "drawn; raise run.participation or lower robust.hostile"
+                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and "
+                f"{count} clients are drawn; raise run.participation or lower robust.hostile"
             )
         form = self.federation.clients[0].train
         metrics = choose_metrics(settings.metrics, form, self.task.classes)

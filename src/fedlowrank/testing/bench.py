@@ -1,13 +1,14 @@
 """How long a federated round takes here, against the same SGD steps in plain PyTorch.
 
-100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The *floor loop* takes as many
-steps and does nothing else: batches are made beforehand, one ``torch.optim.SGD`` serves all clients, weights are
-neither copied nor averaged. The *user's loop* is federated averaging as a user writes it: a deep copy of the model and
-a new optimizer for each client, batches by random indices, the mean of the weights. All arms run in one process, in an
-order that turns from round to round; a figure is the median over rounds of the ratio of an arm's time to the floor
-loop's in the same round.
+100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The *floor loop* takes
+as many steps and does nothing else: batches are made beforehand, one ``torch.optim.SGD`` serves all clients,
+weights are neither copied nor averaged. The *user's loop* is federated averaging as a user writes it: a deep
+copy of the model and a new optimizer for each client, batches by random indices, the mean of the weights. All
+arms run in one process, in an order that turns from round to round; a figure is the median over rounds of the
+ratio of an arm's time to the floor loop's in the same round.
 
-:func:`time_defaults` measures what the default settings add to the rounds: a run folder, evaluation and checkpoints.
+:func:`time_defaults` measures what the default settings add to the rounds: a run folder, evaluation and
+checkpoints.
 """
 
 from __future__ import annotations

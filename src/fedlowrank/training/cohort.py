@@ -1,7 +1,7 @@
 """One pass of a cohort: the tensors of its clients stacked over a leading axis, their steps taken together.
 
-A method's functions are called with stacked tensors (:mod:`.stacked`), whose rules compute for all clients what
-the functions compute for one. What has no rule, or gives another result than for a client alone, raises
+A method's functions are called with stacked tensors (:mod:`.stacked`), whose rules compute for all clients
+what the functions compute for one. What has no rule, or gives another result than for a client alone, raises
 :class:`UnsupportedError`; the engine then trains one client after another.
 """
 
@@ -140,8 +140,8 @@ class Stack(Work):
     def _compare_loss(self, batch: Batch) -> None:
         """Compare the loss and the gradient of the first and the last client with those of each alone.
 
-        What they cannot agree in is a loss that mixes the examples of a batch, or a constant tensor that looks
-        like rows.
+        What they cannot agree in is a loss that mixes the examples of a batch, or a constant tensor that
+        looks like rows.
         """
         value = self._loss_by_rows(refill(self.now, [stack(p) for p in self.params]), batch)
         grads = self.gradient(value)

@@ -35,8 +35,8 @@ class Feed:
     """The batches of clients, step by step.
 
     Where all clients' examples are rows of one tensor, a batch of all clients is one selection of rows, whose
-    places are found for the whole pass at once. Else each client's rows are copied once, into a reused buffer.
-    A batch is valid until the next one is requested.
+    places are found for the whole pass at once. Else each client's rows are copied once, into a reused
+    buffer. A batch is valid until the next one is requested.
 
     Args:
         data: of the clients.
@@ -119,7 +119,8 @@ def _as_stored(rows: Tensor) -> Tensor:
 def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     """The batches of a pass where the examples are rows of one tensor; None where they are not.
 
-    Clients with the most steps come first. A client with fewer examples in a step repeats its first one, masked.
+    Clients with the most steps come first. A client with fewer examples in a step repeats its first one,
+    masked.
     """
     inputs: list[Any] = [d.examples.x for d in data]
     decode: Callable[[Tensor], Tensor] = _as_stored

@@ -1,8 +1,8 @@
 """How the layers of a network apply each client's parameters to that client's rows.
 
 Plain SGD takes its step in the backward pass of a linear layer: the product that would give the gradient of a
-weight subtracts it instead. That is the optimizer in backward of torchtune, and right only where a parameter is
-used once, which is counted.
+weight subtracts it instead. That is the optimizer in backward of torchtune, and right only where a parameter
+is used once, which is counted.
 """
 
 from __future__ import annotations

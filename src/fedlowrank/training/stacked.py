@@ -6,8 +6,8 @@ clients ``[K, ...]`` and looks like that of one. An operation on it goes through
 applies each client's parameter to that client's rows. An operation that is not in the table raises
 :class:`UnsupportedError`. The rules are in :mod:`.layer_rules` and :mod:`.tensor_rules`.
 
-A tensor that is not stacked and has dimensions is taken for rows: its first dimension are the examples, client
-by client, or the clients themselves, as in the result of ``batch.mean``. Where there is no batch, in
+A tensor that is not stacked and has dimensions is taken for rows: its first dimension are the examples,
+client by client, or the clients themselves, as in the result of ``batch.mean``. Where there is no batch, in
 ``precondition`` and ``prox``, it is a constant that all clients share, see :func:`without_rows`.
 """
 

@@ -1,8 +1,8 @@
 """How operations on tensors apply to those of each client: arithmetic, sums, shapes, indices, products.
 
 Every rule gives what a loop over the clients would give, for a stacked tensor looks like that of one client:
-dimensions are counted without the leading one. Where operands do not show for certain what the operation means
-for one client, a rule raises :class:`UnsupportedError`.
+dimensions are counted without the leading one. Where operands do not show for certain what the operation
+means for one client, a rule raises :class:`UnsupportedError`.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ def trace_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> 
         down: what it was sent.
 
     Returns:
-        The upload, and the names of the passes that were trained, in order. Errors of the method are not caught.
+        The upload, and the names of the passes that were trained, in order. Errors of the method are not
+        caught.
     """
     model = task.model(info)
     trainer = TracingTrainer(method, task, model)

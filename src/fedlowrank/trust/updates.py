@@ -58,8 +58,8 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         return
     if isinstance(upload, (Quantized, Rounded)):
         raise TaskError(
-            f"the factors at {path or 'its top'} are rounded by the method (tuning.wire), so that they have no update; set "
-            "tuning.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
+            f"the factors at {path or 'its top'} are rounded by the method (tuning.wire), so that they have "
+            "no update; set tuning.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
         )
     whole = type(reference) is float and not isinstance(upload, float)
     if isinstance(upload, Tensor):

@@ -109,8 +109,9 @@ def known_cluster(title: str, client: ClientInfo, count: int) -> int:
     """
     if client.cluster is None:
         raise TaskError(
-            f"{title}: optimal routing needs to know the cluster of every client, but that of client {client.id} is unknown. "
-            "Set [concept] in the experiment, cluster=... in Federation.from_arrays, or routing = 'learned'."
+            f"{title}: optimal routing needs to know the cluster of every client, but that of client "
+            f"{client.id} is unknown. Set [concept] in the experiment, cluster=... in "
+            "Federation.from_arrays, or routing = 'learned'."
         )
     if client.cluster >= count:
         raise TaskError(

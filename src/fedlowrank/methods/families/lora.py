@@ -111,9 +111,10 @@ class Tuning:
         if len(set(found)) > 1:
             other = next(i for i, r in enumerate(found) if r != found[0])
             raise TaskError(
-                f"{method} averages factors entry by entry, so all clients need one rank, but client {task.clients[0].id} has "
-                f"{found[0]} and client {task.clients[other].id} has {found[other]}. Give all the same rank, or choose a method "
-                "for unequal ranks: fedhl, hetlora, flexlora or flora."
+                f"{method} averages factors entry by entry, so all clients need one rank, but client "
+                f"{task.clients[0].id} has {found[0]} and client {task.clients[other].id} has "
+                f"{found[other]}. Give all the same rank, or choose a method for unequal ranks: fedhl, "
+                "hetlora, flexlora or flora."
             )
         return found[0]
 
@@ -245,8 +246,8 @@ def tune(
         lora_of(model), start, end
     ):
         raise TaskError(
-            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient reaches them; is the "
-            "adapted layer used in the forward pass, and is the adapter active?"
+            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient "
+            "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
         )
     return end
 
