@@ -1,4 +1,4 @@
-"""The command ``list``. Without a method it reads a catalog and imports no torch, so that it answers at once."""
+"""The command ``list``. Without a method it reads a catalog and imports no torch, so it answers at once."""
 
 from __future__ import annotations
 

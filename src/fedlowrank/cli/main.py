@@ -149,7 +149,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
     add("--figures", type=Path, help="also write every figure to this folder, as .svg and .pdf")
     add("--width", choices=["page", "column"], default="page",
-        help="of these files: 5.3 inches, or 3.3 inches for one column of a paper (default: %(default)s)")  # fmt: skip
+        help="of these files: 5.3 inches, or 3.3 inches for one column of a paper "
+        "(default: %(default)s)")  # fmt: skip
 
     add = command("export", "commands:export", trusting, "a client's last model, as a file of thin layers")
     add("--client", type=int, default=0, help="whose model (default: client 0)")

@@ -66,7 +66,7 @@ class TuneSettings:
 
 
 def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
-    """Turn a grid of nested tables into values by dotted field; ``a.b = [1]`` and ``"a.b" = [1]`` mean the same.
+    """Turn a grid of nested tables into values by dotted field; ``a.b = [1]`` equals ``"a.b" = [1]``.
 
     Args:
         tables: of the grid.

@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def mean(self) -> float | None:
-        """Mean score over the tuning seeds; None if a run has no score, for such a setting counts as worst."""
+        """Mean score over the tuning seeds; None, the worst score, if a run has none."""
         known = [score.value for score in self.scores if score is not None]
         return math.fsum(known) / len(known) if known and len(known) == len(self.scores) else None
 
@@ -95,7 +95,7 @@ def settings_of(experiment: ExperimentConfig) -> TuneSettings:
     if experiment.tune is None:
         raise ConfigError(
             'the experiment has no section [tune]. Add one, such as [tune.grid] with "optimizer.lr" = [0.03, '
-            '0.1]'
+            "0.1]"
         )
     return experiment.tune
 

@@ -47,7 +47,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Each:
-    """Must be seen by itself: the total is ``{client id: value}``, sorted by id. Such a leaf rules secure aggregation out.
+    """Seen by itself: the total is ``{client id: value}``, sorted by id. It rules secure aggregation out.
 
     Attributes:
         value: anything.

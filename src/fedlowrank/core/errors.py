@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class FedlowrankError(Exception):
-    """Any mistake that the caller can mend. The command line prints its message alone, without a traceback."""
+    """Any mistake that the caller can mend. The command line prints its message without a traceback."""
 
 
 class ConfigError(FedlowrankError):

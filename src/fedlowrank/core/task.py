@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def weights(self) -> Tensor | None:
-        """What each example counts in a mean ``[b]``: the number of tokens to be predicted, or None where all count one."""
+        """Weight of each example in a mean ``[b]``: its predicted tokens; None where all weigh 1."""
         if self.y.ndim < 2 or self.y.is_floating_point():
             return None
         return (self.y[:, 1:] >= 0).sum(1)
@@ -89,7 +89,7 @@ class Pass:
     share: float = 1.0
 
     def examples_of(self, total: int) -> int:
-        """How many of a client's examples the pass sees: its share of the total, rounded down, at least one."""
+        """Number of examples that the pass sees: its share of the total, rounded down, at least one."""
         return max(min(1, total), int(self.share * total))
 
     def steps_over(self, total: int) -> int:

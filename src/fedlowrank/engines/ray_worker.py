@@ -105,7 +105,7 @@ class _Placed(Sequential):
 
 
 class RayWorker:
-    """Trains clients whose data it has, one after another on one thread or one GPU; made an actor by the engine.
+    """Trains clients whose data it has, one by one on one thread or one GPU; an actor of the engine.
 
     Args:
         shared: code and models.

@@ -113,7 +113,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         return {"models": down, "pi": None}
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
-        """The mixture; for export of mixed outputs the model with the largest share, since one model is not the mixture."""
+        """The mixture; for export the model with the largest share, since one model is not the mixture."""
         apply, theta = self._apply(view.model), state
         if theta is None:
             theta = learn_router(self.router, {"models": down}, even(down), apply, view)

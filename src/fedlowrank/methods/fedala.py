@@ -40,7 +40,7 @@ from ..core.tree import Params, map, tree
 
 @tree
 class Own:
-    """What a client keeps: its last upper layers, their weights W in [0, 1], and in how many rounds it took part."""
+    """What a client keeps: its last upper layers, their weights W in [0, 1], and the rounds it trained."""
 
     upper: Params
     weights: Params
@@ -60,7 +60,7 @@ def clipped(weights: Params, _: float, *constants: Params) -> Params:
 
 @dataclass(frozen=True)
 class FedALA(Method[Params, Own, Params, Params]):
-    """FedAvg whose clients take over from the upper layers received, element by element, what lowers their loss.
+    """FedAvg whose clients mix the upper layers received with their own, element by element.
 
     When to use: personal models for clients whose data differ, without more communication than FedAvg.
 

@@ -44,7 +44,7 @@ class Prototypes:
 
 @tree
 class Local:
-    """Prototypes of one client: for each class it owns ``labels [m]`` a row of ``mean [m, d]`` and ``count [m]``."""
+    """Prototypes of one client: ``labels [m]`` of its classes with ``mean [m, d]`` and ``count [m]``."""
 
     labels: Tensor
     mean: Tensor

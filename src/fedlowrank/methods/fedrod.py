@@ -2,7 +2,8 @@
 
 H.-Y. Chen, W.-L. Chao. ICLR 2022. arXiv:2107.00778, Algorithm 1, linear personalized head.
 
-    server, each round t:   send the model θ^t = (φ^t, g^t), body and generic head, to each client k of S_t    download
+    server, each round t:   send the model θ^t = (φ^t, g^t), body and generic head,
+                            to each client k of the sample S_t                                  download
     client k:               from θ ← θ^t and its own head h_k, E epochs of simultaneous SGD on
                               θ:    CE(g(φ(x)) + γ log n_{k,c}, y), the balanced softmax loss
                               h_k:  CE(g(φ(x)) + h_k(φ(x)), y), φ and g held constant

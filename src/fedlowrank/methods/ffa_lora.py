@@ -1,4 +1,4 @@
-"""FFA-LoRA: A stays at its random initial value, B alone is trained and averaged, so that the mean has no cross terms.
+"""FFA-LoRA: A stays at its random initial value, B alone is trained and averaged: no cross terms.
 
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024. arXiv:2403.12313.
 

@@ -1,10 +1,10 @@
-"""GPGD: proximal gradient descent in the global step, FedSLR's second alternative for a low-rank global model.
+"""GPGD: proximal gradient descent in the global step, FedSLR's second low-rank alternative.
 
 T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix A.2.
 
-    server, each round t:   send w^t to each client i of S_t, as factors where they are fewer numbers          download
-    client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                                      local_update
-    server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i                           server_update
+    server, each round t:   send w^t to each client i of S_t, as factors if they are smaller    download
+    client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                       local_update
+    server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i            server_update
 
 That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the
 penalized objective; it is here to be compared with, at FedSLR's matrices and settings, and without a personal

@@ -2,9 +2,10 @@
 
 T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix A.2.
 
-    server, each round t:   send w^t to each client i of S_t                                                   download
-    client i:               w ← prox of λ η Σ_l ‖π(·_l)‖_* at w - η ∇f_i(w), from w^t, E epochs; send w_i      local_update
-    server:                 w^{t+1} = mean_{S_t} w_i                                                           server_update
+    server, each round t:   send w^t to each client i of S_t                                    download
+    client i:               w ← prox of λ η Σ_l ‖π(·_l)‖_* at w - η ∇f_i(w), from w^t, E epochs
+                            send w_i                                                            local_update
+    server:                 w^{t+1} = mean_{S_t} w_i                                            server_update
 
 η is the round's learning rate. A step costs a singular value decomposition of every matrix, and the mean of
 low-rank models has full rank, so the download does not shrink; that is why the paper proposes FedSLR. The

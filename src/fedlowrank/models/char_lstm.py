@@ -27,7 +27,7 @@ class CharLSTM(nn.Module):
         self.head = nn.Linear(hidden, characters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, characters]`` of the numbers of characters ``[b, length]``, whole numbers in any type."""
+        """Scores ``[b, characters]`` of the numbers of characters ``[b, length]``, integers in any type."""
         outputs, _ = self.lstm(self.embed(x.long()))
         scores: Tensor = self.head(outputs[:, -1])
         return scores

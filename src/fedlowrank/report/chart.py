@@ -110,15 +110,16 @@ def draw_lines(
             entry.set(linewidth=THIN, markerfacecolor="none")
         axes.plot(
             at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
-            dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+            dash_capstyle="butt", linewidth=entry.get_linewidth(),
+            markerfacecolor=entry.get_markerfacecolor(),
         )  # fmt: skip
         entries.append(entry)
     return entries
 
 
 def make_tips(
-    axes: Axes, lines: Sequence[Line], form: Callable[[float], str], scale: float = 1.0, *, x: str | None = None,
-    form_x: Callable[[float], str] = "round {:g}".format,
+    axes: Axes, lines: Sequence[Line], form: Callable[[float], str], scale: float = 1.0, *,
+    x: str | None = None, form_x: Callable[[float], str] = "round {:g}".format,
 ) -> tuple[Tip, ...]:  # fmt: skip
     """Values of lines as drawn by :func:`draw_lines`; ``form`` and ``form_x`` write them."""
     found = []
@@ -154,7 +155,8 @@ def plot_lines(
     methods = count_methods(len({line.group.label for line in lines}))
     return Picture(
         figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
-        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}{note_points(lines)}",
+        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}"
+        f"{note_points(lines)}",
         tips=make_tips(axes, lines, form, scale),
     )  # fmt: skip
 

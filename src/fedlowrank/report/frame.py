@@ -1,4 +1,4 @@
-"""Tables of run records, a row for each round; routes of clients to clusters and how well they match the truth."""
+"""Tables of run records, a row for each round; routes of clients to clusters and their agreement."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class Estimate(NamedTuple):
     n: int  # seeds that have the number
     mean: float
     std: float  # with n - 1 in the denominator
-    ci: float  # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
+    # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
+    ci: float
 
 
 def half_width(std: Any, n: int) -> Any:
@@ -117,7 +118,7 @@ def score_clients(values: pd.DataFrame, examples: pd.Series, *, is_loss: bool) -
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Sums over rounds of ``COSTS`` and of ``seconds_train``, ``seconds_server``, ``simulated_seconds`` where recorded."""
+    """Sums over rounds of ``COSTS`` and of the recorded seconds of clients, server and simulation."""
     costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
     for kind in dict.fromkeys(kind for record in records for kind in record.seconds):
         costs[f"seconds_{kind}"] = math.fsum(record.seconds.get(kind, 0.0) for record in records)

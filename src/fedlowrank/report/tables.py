@@ -230,8 +230,8 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
         yield from column("over seeds", "last", f"{note}freedom", "ci95_seeds", always=True)
     note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "
     yield from column("unseen clients", "unseen", f"{note}round; no other column counts them", "std_unseen")
-    note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the last "
-    yield from column("honest clients", "honest", f"{note}evaluated round", "std_honest")
+    note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the "
+    yield from column("honest clients", "honest", f"{note}last evaluated round", "std_honest")
     means, weighted = _floats(frame, key("last")), _floats(frame, key("last_weighted"))
     if (~np.isclose(means, weighted, rtol=1e-9, atol=0) & means.notna() & weighted.notna()).any():
         note = "mean at the last round, clients weighted by test examples"

@@ -152,7 +152,7 @@ def name_of(callback: RoundCallback) -> str:
 
 
 def as_callbacks(given: RoundCallback | Sequence[RoundCallback] | None) -> list[RoundCallback]:
-    """The callbacks that a user passes as one, several or none; raises ConfigError if one cannot be called."""
+    """The callbacks that a user passes: one, several or none; ConfigError if one cannot be called."""
     callbacks = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     for callback in callbacks:
         if isinstance(callback, type) or not callable(callback):

@@ -91,7 +91,7 @@ def _one_versus_rest(
 
 
 def _area_under_roc(is_positive: NDArray[np.bool_], probability: Floats) -> float:
-    """Share of the pairs of a positive and a negative example that are in order, ties half: Mann-Whitney's U."""
+    """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
     positive, negative = probability[is_positive], np.sort(probability[~is_positive])
     below, not_above = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
     return float((below + not_above).mean() / 2 / len(negative))

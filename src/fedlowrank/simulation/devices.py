@@ -101,7 +101,7 @@ class DeviceClock:
         )
 
     def unavailable(self, round: int) -> set[int]:
-        """The clients that drop out of a round if they take part: by a draw that is the same for every method."""
+        """The clients that drop out of a round if they take part; the same draw for every method."""
         if all(a == 1 for a in self._available):
             return set()
         draws = torch.rand(self._clients, generator=(self._key / round).generator(), dtype=torch.float64)

@@ -364,7 +364,7 @@ def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Ev
 
 
 def gather_evaluations(found: Sequence[ClientEvaluation | None]) -> Evaluation:
-    """The evaluations of all clients in the order of their identifiers, None for a client that is not heard of.
+    """The evaluations of all clients by identifier, None for a client that did not report.
 
     Raises:
         ValueError: if none is.
@@ -392,7 +392,7 @@ def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
 
 
 def rounded(risk: Accuracy) -> Accuracy:
-    """Losses or metrics to six significant digits: float32 has seven, and the others would fill half of a record's line."""
+    """Losses or metrics to six significant digits, of float32's seven: records stay small."""
 
     def short(row: list[float | None]) -> list[float | None]:
         return [value if value is None else float(f"{value:.6g}") for value in row]

@@ -45,7 +45,7 @@ class Participants:
         self.expected = float(self.sampling.count or len(self.seen) * self._share)
 
     def draw(self, round: int) -> list[int]:
-        """The clients of a round, in the order of their identifiers; with Poisson sampling there may be none."""
+        """The clients of a round, by identifier; with Poisson sampling there may be none."""
         if not self._secret:
             return self._drawn((self._key / round).generator())
         if self._last[0] != round:

@@ -131,7 +131,8 @@ class RunSettings:
         # Python code passes a list
         object.__setattr__(self, "metrics", check_names(self.metrics))
         counts = (
-            "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints", "patience",
+            "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",
+            "patience",
         )  # fmt: skip
         for name in counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:

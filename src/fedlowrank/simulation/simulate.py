@@ -121,7 +121,7 @@ def reopen(
     config: Mapping[str, Any],
     which: str = "checkpoint",
 ) -> Run:
-    """A run as a checkpoint of its folder has it, to look at or to export from; nothing is trained or written.
+    """A run as a checkpoint of its folder has it, to look at or export; nothing is trained or written.
 
     Args:
         method: of the run.

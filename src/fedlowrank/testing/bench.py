@@ -207,7 +207,7 @@ def time_rounds(
 
 
 class FloorLoop:
-    """As many steps as a round has, and nothing else: batches made beforehand, one optimizer, nothing federated.
+    """As many steps as a round has and nothing else: one optimizer, ready batches, nothing federated.
 
     Attributes:
         batches: of each client.
@@ -351,4 +351,5 @@ def machine() -> str:
         ]
         model = names[0] if names else model
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"{model}, {cores()} cores{load}; torch {torch.__version__}; one thread makes {gemm_peak():.0f} GFLOP/s in a product"
+    peak = f"one thread makes {gemm_peak():.0f} GFLOP/s in a product"
+    return f"{model}, {cores()} cores{load}; torch {torch.__version__}; {peak}"

@@ -354,7 +354,8 @@ def _adds_up(at: Trajectory) -> str | None:
             with torch.inference_mode():
                 whole = made.model.apply(sum_parts(parts, made.model.initial), x)
                 if not torch.allclose(whole, predictors[name](x), rtol=1e-4, atol=1e-5):
-                    return f"the parts of series {name!r} do not add up to the model that client {info.id} infers by"
+                    model = f"the model that client {info.id} infers by"
+                    return f"the parts of series {name!r} do not add up to {model}"
     return None
 
 

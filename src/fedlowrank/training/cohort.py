@@ -81,7 +81,7 @@ class Stack(Work):
         return refill(self.request.start, self._all[0])
 
     def narrow(self, clients: int) -> None:
-        """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
+        """Go on with the first clients alone; their parameters are leaves that share the memory of all."""
         params, constants, center, linear = self._all
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
@@ -179,7 +179,7 @@ class Stack(Work):
 
 @contextlib.contextmanager
 def _unsupported() -> Iterator[None]:
-    """Turn every error into :class:`UnsupportedError`; the function's own comes out again for a client alone."""
+    """Turn every error into :class:`UnsupportedError`; a client alone raises the function's own."""
     try:
         yield
     except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported

@@ -24,7 +24,7 @@ class BufferPool:
         self._buffers: dict[Any, Tensor] = {}
 
     def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
-        """An uninitialized buffer of the type of a tensor; overwrites the buffer of that purpose that was returned before."""
+        """An uninitialized buffer of a tensor's type; it overwrites the last buffer of that purpose."""
         key = purpose, t.dtype, t.device
         if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
             self._buffers[key] = t.new_empty(math.prod(shape))

@@ -34,7 +34,7 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts while it is entered, as ``torch.utils.flop_counter.FlopCounterMode`` does, but many times faster.
+    """Counts in its block as ``torch.utils.flop_counter.FlopCounterMode`` does, many times faster.
 
     That one imports torch's compiler, which takes seconds, and passes every operator through it.
 

@@ -26,10 +26,10 @@ from ..data.text.batches import (
 )
 
 CHUNK = 256
-"""Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
+"""Examples at once without a gradient: enough to keep a core busy, few enough for its cache."""
 
 TOKENS = 4096
-"""Tokens at once where no gradient is taken: their scores over a vocabulary of 32,000 take half a gigabyte."""
+"""Tokens at once without a gradient: their scores over a vocabulary of 32,000 take half a gigabyte."""
 
 
 def chunk_size(examples: Examples) -> int:
@@ -100,7 +100,7 @@ class LocalData:
         return torch.randperm(len(self.examples), generator=self._generator("share", name))[:n]
 
     def indices(self, name: str) -> list[Tensor]:
-        """The :meth:`order` on the device of the examples: it goes there in one piece, so that no step waits for it."""
+        """The :meth:`order` on the device of the examples, copied in one piece so that no step waits."""
         order, device = self.order(name), self.examples.y.device
         if device.type == "cpu" or not order:
             return order
@@ -162,7 +162,7 @@ class LocalData:
         return found
 
     def _columns(self, some: np.ndarray | slice) -> int | None:
-        """Columns of the batch of some examples, known without a look at the device; None where they are no texts."""
+        """Columns of the batch of some examples, without a host synchronization; None if no texts."""
         return None if self._ends is None else padded_width(int(self._ends[some].max()))
 
     def size(self, index: Tensor) -> Size:

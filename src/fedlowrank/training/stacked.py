@@ -66,7 +66,7 @@ _ROWS: ContextVar[bool] = ContextVar("rows", default=True)
 
 @contextlib.contextmanager
 def without_rows() -> Iterator[None]:
-    """Within this block no tensor is a batch: one that is not stacked is a constant that all clients share."""
+    """Within this block no tensor is a batch: one that is not stacked is a constant of all clients."""
     token = _ROWS.set(False)
     try:
         yield

@@ -179,7 +179,7 @@ def _scattered(t: Any, dim: int, index: Any, value: float) -> Stacked:
 
 
 def _item(t: Any, index: Any) -> Any:
-    """``t[index]``: integers, slices and None; or rows of labels, which take an entry each from their client's t."""
+    """``t[index]``: integers, slices and None; or labels of rows, each of which reads its client's t."""
     if isinstance(index, Tensor) and not isinstance(index, Stacked) and index.dtype == torch.int64:
         p = plain(t)
         rows = by_client(index, len(p))
