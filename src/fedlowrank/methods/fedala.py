@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.loss import task_loss
+from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.optimizer import SGD
@@ -112,9 +112,6 @@ class FedALA(Method[Params, Own, Params, Params]):
         def loss_of_weights(w: Params, batch: Batch, received: Params, upper: Params, own: Params) -> Tensor:
             return task_loss(model.apply(received | mixed(w, upper, own), batch.x), batch)
 
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
         received = self._upper(model, down)
         if state.rounds > 0:
             name = "first_weights" if state.rounds == 1 else "weights"
@@ -123,7 +120,7 @@ class FedALA(Method[Params, Own, Params, Params]):
                 loss_of_weights, weights, name, SGD(lr=self.eta), constants=given, prox=clipped
             )
         start = down | mixed(weights, received, state.upper)
-        theta = view.train(loss, start, "local", self.optimizer)
+        theta = view.train(supervised_loss(model), start, "local", self.optimizer)
         return Own(self._upper(model, theta), weights, state.rounds + 1), theta
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

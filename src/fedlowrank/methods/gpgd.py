@@ -17,12 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.matricize import Weights, unpack_weights
@@ -66,11 +64,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         """SGD on f_i from w^t."""
         del state
         model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        return None, view.train(loss, unpack_weights(down, model.initial), "local", self.optimizer)
+        return None, view.train(
+            supervised_loss(model), unpack_weights(down, model.initial), "local", self.optimizer
+        )
 
     def contribution(self, upload: Params, client: ClientInfo, server: PenalizedModel) -> Mean:
         """w_i, all with the same weight."""

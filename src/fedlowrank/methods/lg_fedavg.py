@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.client_model import ClientModel
 from ..core.errors import TaskError
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -59,11 +57,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ_k and h."""
         model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        end = view.train(loss, state | down, "local", self.optimizer)
+        end = view.train(supervised_loss(model), state | down, "local", self.optimizer)
         return model.body_of(end), model.head_of(end)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

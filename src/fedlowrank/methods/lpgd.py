@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.contribution import Mean
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude
@@ -61,13 +59,10 @@ class LPGD(Method[Params, None, Params, Params]):
         # function
         model, method = view.model, self
 
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
         def prox(theta: Params, lr: float) -> Params:
             return apply_prox_dense(theta, lr * method.lam, method.shared, method.exclude)
 
-        return None, view.train(loss, down, "local", self.optimizer, prox=prox)
+        return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """w_i, all with the same weight."""

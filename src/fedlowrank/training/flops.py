@@ -43,7 +43,8 @@ class FlopCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        # torch gives it no types
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     @classmethod
