@@ -55,7 +55,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that ``import fedlowrank`` and the command line start at once."""
+    """Import a public name when it is first used, so that ``import fedlowrank`` starts at once."""
     for module, names in _MODULES.items():
         if name in names.split(", "):
             value = getattr(import_module(f".{module}", __name__), name)

@@ -110,10 +110,25 @@ def test_pfedme(steps: int, beta: float, weighting: Any, rounds: int | None, eng
     same([layers(s) for s in states(run)], personal)
 
 
+def check_shares(rounds: list[dict[int, list[list[np.ndarray]]]]) -> None:
+    """The weights see 80 % of a client's examples, as often as there are epochs, and others in each round."""
+    drawn: dict[int, list[frozenset[int]]] = {}
+    for clients in rounds:
+        for k, (local, later, first) in clients.items():
+            assert set(np.concatenate(local)) == set(range(SIZES[k]))
+            for steps, epochs in ((later, 1), (first, 2)):
+                found, counts = np.unique(np.concatenate(steps), return_counts=True)
+                assert len(found) == 4 * SIZES[k] // 5
+                assert (counts == epochs).all()
+            drawn.setdefault(k, []).append(frozenset(np.concatenate(later).tolist()))
+    assert all(len(set(sets)) > 1 for sets in drawn.values())
+
+
 @pytest.mark.parametrize(("eta", "upper"), [(1.0, 1), (20.0, 1), (20.0, 2)])
 def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
     method = FedALA(eta=eta, first_epochs=2, layers=None if upper == 1 else upper, **LOCAL)
     run = run_of(method, alike(), rounds=5, engine=engine, **SAMPLE)
+    check_shares(plan(run))
     net, own, weights, seen = golden.fedala(*given(run), eta, upper)
     # every kind of round comes up: the first, the second, and a later one
     assert max(seen) >= 3
@@ -263,6 +278,7 @@ def test_fedrod_refuses_a_head_of_several_layers() -> None:
         (lambda: FedALA(eta=-1.0), "eta"),
         (lambda: FedALA(first_epochs=0), "first_epochs"),
         (lambda: FedALA(layers=0), "layers"),
+        (lambda: FedALA(share=0.0), "share"),
     ],
 )
 def test_bad_settings_are_refused(make: Any, said: str) -> None:

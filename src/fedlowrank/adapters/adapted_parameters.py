@@ -204,8 +204,8 @@ def _check_adaptable(name: str, layer: nn.Module, parameter: nn.Parameter) -> No
     where = _describe_layer(name, layer)
     if not parameter.is_floating_point():
         raise TaskError(
-            f"{where} has a parameter of type {parameter.dtype}, to which no adaptor can be added; exclude it, "
-            "or convert the module to floating point"
+            f"{where} has a parameter of type {parameter.dtype}, to which no adaptor can be added; exclude "
+            "it, or convert the module to floating point"
         )
     if getattr(layer, "max_norm", None) is not None:
         raise TaskError(

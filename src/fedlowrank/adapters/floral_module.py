@@ -1,8 +1,8 @@
 """FLoRAL without a federation: one module with C mixed adaptors, for a plain PyTorch training loop.
 
 Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
-arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.FederatedFloral`; both use
-:mod:`fedlowrank.adapters.mixture_adaptors`.
+arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.FederatedFloral`; both
+use :mod:`fedlowrank.adapters.mixture_adaptors`.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ class Floral(nn.Module):
 
     :attr:`base` is the module itself, not a copy; its parameters train unless they are frozen. Adaptors carry
     the names of what they adapt: ``adaptors.layer1.0.weight.u``. Code that bypasses this module's forward
-    (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is refused:
-    it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other recomputation in
-    the backward pass (reversible blocks) is not recognized and gives wrong gradients. A layer must read its
-    weight as its own attribute. A warning names weight matrices without adaptors, such as those of an LSTM.
+    (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is
+    refused: it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other
+    recomputation in the backward pass (reversible blocks) is not recognized and gives wrong gradients. A
+    layer must read its weight as its own attribute. A warning names weight matrices without adaptors, such as
+    those of an LSTM.
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.

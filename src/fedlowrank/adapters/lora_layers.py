@@ -34,7 +34,7 @@ class LoRALayer(nn.Module):
         super().__init__()
         self.base_layer = base
         self.scaling, self.rslora = scaling, rslora
-        weight: Tensor = base.weight  # type: ignore[assignment]
+        weight: Tensor = base.weight  # type: ignore[assignment]  # its class is checked before
         d, k = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(base, nn.Embedding):
             d, k = k, d
@@ -107,7 +107,8 @@ def add_lora(
         there = Counter(n.rsplit(".", 1)[-1] for n in layers)
         available = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
         raise TaskError(
-            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {available}"
+            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: "
+            f"{available}"
         )
     for parameter in made.parameters():
         parameter.requires_grad_(False)

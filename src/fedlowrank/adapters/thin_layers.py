@@ -74,7 +74,7 @@ class CompressedLayer(nn.Module):
         return w.add_(self.sparse()) if len(self.values) else w
 
 
-class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]
+class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]  # weight is computed
     """See :class:`CompressedLayer`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]
         return y + sums.mT.reshape(y.shape)
 
 
-class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]
+class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]  # weight is computed
     """See :class:`CompressedLayer`; ``thin`` are the two convolutions without their weights."""
 
     thin: tuple[_ConvNd, _ConvNd]
@@ -116,11 +116,11 @@ class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]
         return y + self._conv_forward(x, self.sparse(), None) if len(self.values) else y
 
 
-class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]
+class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]  # weight is computed
     """See :class:`CompressedLayer`; kernels 1 and K."""
 
 
-class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]
+class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]  # weight is computed
     """See :class:`CompressedLayer`; kernels 1×K2 and K1×1."""
 
 

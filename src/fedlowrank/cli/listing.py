@@ -1,4 +1,4 @@
-"""The command ``list``. Without a method it reads a catalog and imports no torch, so that it answers at once."""
+"""The command ``list``. Without a method it reads a catalog and imports no torch, so it answers at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def show_list(method: str | None, trust: bool) -> int:
         OUT.print(table)
     if trust:
         OUT.print(
-            "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every method."
+            "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every "
+            "method."
         )
         return 0
     OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")

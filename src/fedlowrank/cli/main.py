@@ -121,7 +121,8 @@ def parser() -> argparse.ArgumentParser:
     add("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
     add("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
     add("--vary", action="append", default=[], help="section.field=v1,v2,...: run everything for each value "
-        "(default: the file's vary). May be repeated for a grid: --vary A=1,2 --vary B=3,4 runs all 4 combinations")  # fmt: skip
+        "(default: the file's vary). May be repeated for a grid: --vary A=1,2 --vary B=3,4 runs all 4 "
+        "combinations")  # fmt: skip
     add("--jobs", type=int, default=1, help=JOBS)
     add("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
@@ -148,7 +149,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
     add("--figures", type=Path, help="also write every figure to this folder, as .svg, .pdf and .png")
     add("--width", choices=["page", "column"], default="page",
-        help="of these files: 5.3 inches, or 3.3 inches for one column of a paper (default: %(default)s)")  # fmt: skip
+        help="of these files: 5.3 inches, or 3.3 inches for one column of a paper "
+        "(default: %(default)s)")  # fmt: skip
 
     add = command("export", "commands:export", trusting, "a client's last model, as a file of thin layers")
     add("--client", type=int, default=0, help="whose model (default: client 0)")

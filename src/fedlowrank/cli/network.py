@@ -324,7 +324,7 @@ def keys(
     restart = "restart `fedlowrank serve`, with --resume if its run goes on"
     if add is not None:
         add_client(folder, add)
-        say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")
+        say(f"{folder / f'client-{add}'}: give it to client {add} alone; {restart}")
     elif revoke is not None:
         gone = revoke_client(folder, revoke)
         say(f"{gone}: the key of client {revoke} is revoked from the next start on; {restart}")
@@ -334,7 +334,7 @@ def keys(
     else:
         make_keys(folder, clients, hosts, days)
         say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
-        say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client, and to nobody else")
+        say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client alone")
     return 0
 
 

@@ -113,8 +113,8 @@ class Worker:
         code = self.process.wait()
         if code < 0:
             return (
-                f"its process was killed by signal {-code}, perhaps for lack of memory (then lower --jobs). Start the "
-                "same command again to go on"
+                f"its process was killed by signal {-code}, perhaps for lack of memory (then lower --jobs). "
+                "Start the same command again to go on"
             )
         self._errors.seek(0)
         return f"its process ended with code {code}:\n{self._errors.read().decode(errors='replace').strip()}"

@@ -65,7 +65,8 @@ def confusion_figure(counts: pd.DataFrame, title: str) -> Figure:
         title: above the matrix.
 
     Returns:
-        A figure with a color for the share of each label's examples and, of few classes, their number in each cell.
+        A figure with a color for the share of each label's examples and, of few classes, their number in each
+        cell.
     """
     values, names = counts.to_numpy(), [str(name) for name in counts.index]
     shares = values / np.maximum(values.sum(1, keepdims=True), 1)

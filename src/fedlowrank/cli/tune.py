@@ -1,4 +1,4 @@
-"""``fedlowrank tune``: a grid search by validation for every method, then the comparison of what was chosen."""
+"""``fedlowrank tune``: a grid search by validation for every method, then a comparison of the choices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .terminal import OUT
 def tune(
     file: Path, overrides: Sequence[str], jobs: int, out: Path | None, target: float | None, force: bool
 ) -> int:
-    """Tune every method of an experiment on its grid, and compare them with the chosen settings on other seeds."""
+    """Tune every method of an experiment on its grid, and compare the choices on other seeds."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     experiment = ExperimentConfig.read(file, overrides)
@@ -48,7 +48,8 @@ def tune_experiment(
 ) -> ExperimentConfig | None:
     """Run the grid search of an experiment, or go on with it, and write down what it chooses.
 
-    Writes ``tuning.csv``, ``tuning.md`` and ``tuned.toml`` into the folder, and the runs to ``tuning`` below it.
+    Writes ``tuning.csv``, ``tuning.md`` and ``tuned.toml`` into the folder, and the runs to ``tuning`` below
+    it.
 
     Args:
         experiment: with a section ``[tune]``.
@@ -108,7 +109,7 @@ def tune_experiment(
 def compare_tuned(
     tuned: ExperimentConfig, out: Path, jobs: int, target: float | None = None, force: bool = False
 ) -> int:
-    """Compare methods with their chosen settings on the test seeds; runs of an earlier choice are moved aside.
+    """Compare methods with their chosen settings on the test seeds; runs of older choices are moved.
 
     Args:
         tuned: what :func:`tune_experiment` returned.
@@ -138,7 +139,8 @@ def _require_validation(one: PlannedRun) -> None:
     """Refuse to tune without validation examples, before anything is trained."""
     if one.experiment.language is None and not any(len(data.val) for data in one.experiment.shares().data):
         raise ConfigError(
-            "settings are chosen by validation, but no client has validation examples. Set split.val, such as 0.1"
+            "settings are chosen by validation, but no client has validation examples. Set split.val, such "
+            "as 0.1"
         )
 
 

@@ -28,8 +28,8 @@ class Preparation:
 
     Attributes:
         normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
-            feature, both over the training examples of all clients; or standard_per_client, the same over each
-            client's own training examples, so that no statistic is shared.
+            feature, both over the training examples of all clients; or standard_per_client, the same over
+            each client's own training examples, so that no statistic is shared.
         examples: use so many of the official training examples, the same in every run; by default all.
         keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
             the seed of the run; validation and test stay whole.
@@ -107,8 +107,8 @@ class DataSettings:
         """
         if isinstance(self.source, Shakespeare) and self.preparation.normalize != "none":
             raise ConfigError(
-                f"data.normalize is {self.preparation.normalize!r}, but source 'shakespeare' gives numbers of "
-                "characters, which must stay whole. Set data.normalize to 'none'."
+                f"data.normalize is {self.preparation.normalize!r}, but source 'shakespeare' gives numbers "
+                "of characters, which must stay whole. Set data.normalize to 'none'."
             )
         if not isinstance(self.source, Synthetic | LowRankTeacher):
             return

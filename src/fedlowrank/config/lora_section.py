@@ -54,7 +54,7 @@ class LoraSettings:
             kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
             found = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
             if trained is not None:
-                found.head_name = trained  # type: ignore[assignment]
+                found.head_name = trained  # type: ignore[assignment]  # torch types attributes as tensors
             return found
 
         return make_with_lora

@@ -62,7 +62,7 @@ class NetworkSettings:
         deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of
             before.
         min_replies: good replies without which a round does not count. It is asked for again, and then the
-            run stops. 0 lets rounds pass in which nobody replies.
+            run stops. 0 accepts rounds without any reply.
         attempts: how often a round is asked for.
         silent_after: a client that let so many orders in a row pass without a reply until the deadline sits
             out a round, then two, four, ...; 0 for never.

@@ -42,8 +42,8 @@ class TuneSettings:
                 raise ConfigError(f"tune.{name} must list different seeds, at least one; it is {list(seeds)}")
         if both := sorted({*self.seeds} & {*self.test_seeds}):
             raise ConfigError(
-                f"tune.seeds and tune.test_seeds both hold {', '.join(map(str, both))}. A result on the seeds of the "
-                "choice would be too good: list other seeds in tune.test_seeds."
+                f"tune.seeds and tune.test_seeds both hold {', '.join(map(str, both))}. A result on the "
+                "seeds of the choice would be too good: list other seeds in tune.test_seeds."
             )
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError(f"tune.rounds must be >= 1; it is {self.rounds}")
@@ -54,8 +54,9 @@ class TuneSettings:
             for name in flatten_grid(fields, f"tune.{path}"):
                 if name.partition(".")[0] in _SECTIONS:
                     raise ConfigError(
-                        f"tune.{path}.{name}: a grid holds fields of methods, such as mu or optimizer.lr, without a "
-                        "section before them. Vary settings of other sections by `fedlowrank compare --vary`."
+                        f"tune.{path}.{name}: a grid holds fields of methods, such as mu or optimizer.lr, "
+                        "without a section before them. Vary settings of other sections by `fedlowrank "
+                        "compare --vary`."
                     )
 
     def grid_of(self, method: str) -> dict[str, list[Any]]:
@@ -65,7 +66,7 @@ class TuneSettings:
 
 
 def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
-    """Turn a grid of nested tables into values by dotted field; ``a.b = [1]`` and ``"a.b" = [1]`` mean the same.
+    """Turn a grid of nested tables into values by dotted field; ``a.b = [1]`` equals ``"a.b" = [1]``.
 
     Args:
         tables: of the grid.

@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def mean(self) -> float | None:
-        """Mean score over the tuning seeds; None if a run has no score, for such a setting counts as worst."""
+        """Mean score over the tuning seeds; None, the worst score, if a run has none."""
         known = [score.value for score in self.scores if score is not None]
         return math.fsum(known) / len(known) if known and len(known) == len(self.scores) else None
 
@@ -94,7 +94,8 @@ def settings_of(experiment: ExperimentConfig) -> TuneSettings:
     """The section ``[tune]`` of an experiment; raises ConfigError if it has none."""
     if experiment.tune is None:
         raise ConfigError(
-            'the experiment has no section [tune]. Add one, such as [tune.grid] with "optimizer.lr" = [0.03, 0.1]'
+            'the experiment has no section [tune]. Add one, such as [tune.grid] with "optimizer.lr" = [0.03, '
+            "0.1]"
         )
     return experiment.tune
 
@@ -184,7 +185,8 @@ def score_run(run: RunRecord, at: str) -> Score | None:
     found = [score for record in run.rounds if (score := _validation(record, apart)) is not None]
     if not found:
         raise ConfigError(
-            f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, such as 0.1"
+            f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
+            "such as 0.1"
         )
     chosen = [found[-1]] if at == "last" else [score for score in found if math.isfinite(score.value)]
     best = min(chosen, key=_cost, default=None)
@@ -239,8 +241,8 @@ def find_edges(chosen: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]:
             side = "smallest" if value == min(values) else "largest"
             tried = ", ".join(map(str, sorted(values)))
             found.append(
-                f"{chosen.method}: {field} = {value} is the {side} of {tried}; the optimum is at the edge of the "
-                "grid: extend it"
+                f"{chosen.method}: {field} = {value} is the {side} of {tried}; the optimum is at the edge of "
+                "the grid: extend it"
             )
     return found
 

@@ -47,7 +47,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Each:
-    """Must be seen by itself: the total is ``{client id: value}``, sorted by id. Such a leaf rules secure aggregation out.
+    """Seen by itself: the total is ``{client id: value}``, sorted by id. It rules secure aggregation out.
 
     Attributes:
         value: anything.
@@ -160,7 +160,7 @@ class Aggregator:
         self._reduce()
 
     def finish(self) -> Any:
-        """The total: the tree of contributions with every leaf reduced, or None if nobody contributed.
+        """The total: the tree of contributions with every leaf reduced, or None without contributions.
 
         Raises:
             ValueError: if a client was neither added nor skipped.
@@ -223,8 +223,8 @@ def map_leaves(f: Callable[[str, Any], Any], contribution: Any, path: str = "") 
         return [map_leaves(f, value, tree.join(path, str(i))) for i, value in enumerate(contribution)]
     if not isinstance(contribution, (Mean, Sum, Each, type)):
         raise tree.TreeError(
-            f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it holds a "
-            f"{type(contribution).__name__}"
+            f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "
+            f"holds a {type(contribution).__name__}"
         )
     return f(path, contribution)
 

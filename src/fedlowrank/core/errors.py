@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class FedlowrankError(Exception):
-    """Any mistake that the caller can mend. The command line prints its message alone, without a traceback."""
+    """Any mistake that the caller can mend. The command line prints its message without a traceback."""
 
 
 class ConfigError(FedlowrankError):
@@ -41,12 +41,12 @@ class NonFiniteError(FedlowrankError):
         cure = "Lower the learning rate, clip the gradient (optimizer.clip)"
         if step == 0 and round == 0:
             cure = (
-                "Nothing was learnt before this step, so look at this client's inputs and targets (a NaN, or numbers that "
-                "are too large) and at the loss"
+                "Nothing was learnt before this step, so look at this client's inputs and targets (a NaN, or "
+                "numbers that are too large) and at the loss"
             )
         super().__init__(
-            f"client {client}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan to 'drop' "
-            "to go on without such replies."
+            f"client {client}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan "
+            "to 'drop' to go on without such replies."
         )
         self.client = client
         self.round = round

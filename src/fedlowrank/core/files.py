@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def as_checkpoint_error(what: str) -> Iterator[None]:
-    """Turn errors of the disk within the block into a :class:`CheckpointError` that says what could not be done."""
+    """Turn errors of the disk within the block into a :class:`CheckpointError` that names the action."""
     try:
         yield
     except OSError as error:
@@ -63,5 +63,5 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_json_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Write a JSON array atomically, one row a line; of many rows it takes a tenth of the time of indentation."""
+    """Write a JSON array atomically, one row a line: ten times faster than with indentation."""
     write_atomically(path, ("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n").encode())

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Key:
-    """Where randomness comes from: a name, not a stream. Equal names give equal draws, in any engine and order.
+    """Where randomness comes from: a name. Equal names give equal draws, in any engine and order.
 
     Example:
         >>> root = Key((0,))
@@ -39,7 +39,7 @@ class Key:
         return int.from_bytes(digest, "little") >> 1
 
     def generator(self) -> torch.Generator:
-        """A fresh CPU generator of torch; draw on the CPU and move, so that every device sees the same numbers."""
+        """A fresh CPU generator of torch; draw on the CPU and move, so all devices see the same numbers."""
         return torch.Generator().manual_seed(self.seed())
 
     def numpy(self) -> np.random.Generator:
@@ -48,7 +48,7 @@ class Key:
 
     @contextlib.contextmanager
     def global_generators(self, device: torch.device | None = None) -> Iterator[None]:
-        """Seed the global generators of torch, numpy and Python while user code runs, and restore them afterwards.
+        """Seed the global generators of torch, numpy and Python for user code, and restore them after it.
 
         Modules draw from them: ``nn.Dropout`` and ``torch.randn`` from torch's, stochastic depth often from
         ``random``, mixup from ``numpy.random``. The package itself draws from :meth:`generator` and
@@ -66,15 +66,15 @@ class Key:
                 with torch.cuda.device(gpu):
                     torch.cuda.manual_seed(seed)
             random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
+            np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from it
             try:
                 yield
             finally:
                 random.setstate(python)
-                np.random.set_state(numpy)  # noqa: NPY002
+                np.random.set_state(numpy)  # noqa: NPY002 - user code draws from it
 
 
 def generator_states() -> tuple[Any, ...]:
-    """States of the global generators of torch, Python and numpy, to see whether user code has drawn from them."""
-    _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    """States of the global generators of torch, Python and numpy, which user code may draw from."""
+    _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest

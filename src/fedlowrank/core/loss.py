@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .model import Model
 from .task import Batch
-from .tree import Params, map  # noqa: A004
+from .tree import Params, map
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -36,7 +36,7 @@ def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def task_loss(scores: Tensor, batch: Batch) -> Tensor:
-    """Mean over the batch (of texts, over tokens) of :func:`pointwise_loss`: what a client minimizes, whatever its task."""
+    """Mean over the batch (of texts, over tokens) of :func:`pointwise_loss`, which clients minimize."""
     return batch.mean(pointwise_loss(scores, batch.y))
 
 
@@ -81,7 +81,7 @@ def kl_divergence(teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
 
 
 def soft_cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    """-Σ_j t_j log softmax(scores)_j for each example, ``[b]``, given target probabilities ``[b, classes]``."""
+    """-Σ_j t_j log softmax(scores)_j of each example, ``[b]``, with target probabilities ``[b, classes]``."""
     return -(targets * functional.log_softmax(scores, -1)).sum(-1)
 
 

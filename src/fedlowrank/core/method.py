@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -61,7 +61,7 @@ class ProximalTerm:
 
 @dataclass(frozen=True)
 class PaddedDimensions:
-    """Dimensions in which clients differ and which may be zero-padded without changing the loss or any gradient.
+    """Dimensions in which clients differ and which zeros may pad without changing loss or gradients.
 
     Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and
     Adam leave them 0.
@@ -171,7 +171,7 @@ class ClientView:
         return end
 
     def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
-        """Sum ``statistic(params, batch, *constants)``, a tree of tensors, over the local training data, without gradients.
+        """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
 
         The statistic must itself sum over the batch by :meth:`Batch.total`.
         """
@@ -230,9 +230,9 @@ class Method(ABC, Generic[S, C, D, U]):
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
     uses_rounds: ClassVar[bool] = False
-    """Whether a round depends on the number of all rounds (``task.rounds``), so that a run cannot be extended."""
+    """Whether rounds depend on their total number (``task.rounds``), so that a run cannot be extended."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
-    """Settings under which a learning rate of 0 changes no model; for methods whose penalties act without training."""
+    """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -242,18 +242,19 @@ class Method(ABC, Generic[S, C, D, U]):
             if f.name.endswith("optimizer") and not is_optimizer(value) and not (optional and value is None):
                 cls, kind = (value, "the class") if isinstance(value, type) else (type(value), "a")
                 raise ConfigError(
-                    f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be fedlowrank.SGD(lr=...) or "
-                    "fedlowrank.AdamW(lr=...), which say how every client steps. An optimizer of torch belongs to one model."
+                    f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be "
+                    "fedlowrank.SGD(lr=...) or fedlowrank.AdamW(lr=...), which say how every client steps. "
+                    "An optimizer of torch belongs to one model."
                 )
 
     @property
     def is_global(self) -> bool:
-        """Whether every client uses the server's model as it is: no hook that could tell clients apart is overridden."""
+        """Whether every client uses the server's model as it is: no hook tells them apart."""
         hooks = "download", "client_model", "server_model"
         return all(getattr(type(self), name) is getattr(Method, name) for name in hooks)
 
     def remarks(self, task: Task) -> list[str]:
-        """What a user should know of how the settings fit the task, such as a rank that is not the one asked for."""
+        """What a user should know of the settings on this task, such as a rank other than the one set."""
         del task
         return []
 
@@ -268,26 +269,24 @@ class Method(ABC, Generic[S, C, D, U]):
 
     @abstractmethod
     def server_init(self, task: Task) -> S:
-        """State of the server before the first round; raises TaskError if the method does not fit the task."""
+        """State of the server before the first round; raises TaskError if the task does not suit."""
 
     def client_init(self, task: Task, client: ClientInfo) -> C:
         """State of a client before its first round; by default a client keeps nothing."""
         del task, client
-        nothing: Any = None
-        return nothing  # type: ignore[no-any-return]
+        return cast(C, None)
 
     def download(self, server: S, client: ClientInfo) -> D:
         """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
         del client
-        message: Any = server
-        return message  # type: ignore[no-any-return]
+        return cast(D, server)
 
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
         """The client's box: its next state, and what it sends back."""
 
     def upload_form(self, expected: U, task: Task) -> Any:
-        """The form of an upload: ``expected``, or with :class:`OneOf` and :class:`Lengths` in it where clients may differ.
+        """The form of an upload: ``expected``, with :class:`OneOf` and :class:`Lengths` where clients differ.
 
         A server validates what comes over a network by it (:mod:`fedlowrank.network.validation.uploads`). It
         may depend on a client's architecture, rank and cluster and on the form of what it was sent, and on
@@ -310,7 +309,7 @@ class Method(ABC, Generic[S, C, D, U]):
         return upload
 
     def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
-        """What an upload adds to the round: a leaf, or dicts and lists of leaves, of :mod:`fedlowrank.core.contribution`.
+        """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contribution` leaves.
 
         By default the upload in a mean weighted by the client's number of training examples n_k.
 
@@ -335,11 +334,11 @@ class Method(ABC, Generic[S, C, D, U]):
         """
 
     def reference(self, down: D, client: ClientInfo) -> Any:
-        """What an upload is compared with: an upload minus its reference is the update, which is clipped and compressed.
+        """What an upload is compared with; the upload minus it is the update, clipped and compressed.
 
-        By default the download. It has the form of the upload, dicts for classes allowed; None in the place of a
-        part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose place has
-        other parts.
+        By default the download. It has the form of the upload, dicts for classes allowed; None in the place
+        of a part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose
+        place has other parts.
 
         Args:
             down: what the client was sent.
@@ -349,12 +348,12 @@ class Method(ABC, Generic[S, C, D, U]):
         return down
 
     def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The scale s of the products B A in an upload: the effective update is s(B A - B₀ A₀); 1 by default."""
+        """The scale s of products B A in an upload, 1 by default; the effective update is s(B A - B₀ A₀)."""
         del task, client
         return 1.0
 
     def without_replies(self, server: S) -> Any:
-        """The total of a round that nothing contributed to; None, as by default, lets the server keep its state."""
+        """The total of a round without contributions; None, the default, lets the server keep its state."""
         del server
         return None
 
@@ -382,6 +381,6 @@ class Method(ABC, Generic[S, C, D, U]):
         return None
 
     def metrics(self, server: S) -> dict[str, dict[str, float]]:
-        """Numbers to record of the server after a round, by name and key; ``ranks`` holds ranks of its weights by name."""
+        """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
         del server
         return {}

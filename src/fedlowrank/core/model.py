@@ -54,7 +54,7 @@ class Model(Protocol):
         ...
 
     def apply(self, params: Params, x: Any) -> Tensor:
-        """Scores ``[b, classes]`` of inputs ``[b, ...]``; parameters that are not given are the module's own."""
+        """Scores ``[b, classes]`` of inputs ``[b, ...]``; missing parameters are the module's own."""
         ...
 
     def represent(self, params: Params, x: Any) -> Tensor:

@@ -149,7 +149,8 @@ class _Optimizer(ABC):
             bad.append("clip")
         if bad:
             raise ConfigError(
-                f"optimizer: {', '.join(bad)} out of range; rates must be finite and not negative, clip > 0; got {self}"
+                f"optimizer: {', '.join(bad)} out of range; rates must be finite and not negative, clip > 0; "
+                f"got {self}"
             )
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Tensors as the bytes of a safetensors file, written into one buffer: a large message is never in memory three times.
+"""Tensors as the bytes of a safetensors file, in one buffer: no large message is in memory three times.
 
 ``safetensors.torch.save`` gives the same bytes, but copies every tensor before it copies all of them into its
 result. The format: https://github.com/huggingface/safetensors (length of the header, header as JSON, data).
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 TYPES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Names of types in the format, in the order in which the library writes them: the widest first, so that all are aligned."""
+"""Names of types in the format, in the order of the library: the widest first, so that all are aligned."""
 
 
 def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -62,6 +62,6 @@ def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: in
 
 
 def _moved(old: Tensor, mean: Tensor) -> Tensor:
-    """Old minus mean; 0 where they differ by rounding alone, which an optimizer that divides by its size would blow up."""
+    """Old minus mean; 0 where they differ by rounding alone, which adaptive optimizers would enlarge."""
     gap = old - mean
     return torch.where(gap.abs() <= 4 * torch.finfo(gap.dtype).eps * old.abs(), 0.0, gap)

@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def weights(self) -> Tensor | None:
-        """What each example counts in a mean ``[b]``: the number of tokens to be predicted, or None where all count one."""
+        """Weight of each example in a mean ``[b]``: its predicted tokens; None where all weigh 1."""
         if self.y.ndim < 2 or self.y.is_floating_point():
             return None
         return (self.y[:, 1:] >= 0).sum(1)
@@ -78,13 +78,24 @@ class Pass:
 
     Attributes:
         epochs: times every example is seen.
-        batch_size: examples a step; the last step of an epoch takes what is left.
+        batch_size: examples a step; the last step of an epoch takes the remaining ones.
         steps: end after so many steps, or None.
+        share: of the examples, in (0, 1]. Below 1, each pass of a round sees its own random part of them.
     """
 
     epochs: int = 1
     batch_size: int = 64
     steps: int | None = None
+    share: float = 1.0
+
+    def examples_of(self, total: int) -> int:
+        """Number of examples that the pass sees: its share of the total, rounded down, at least one."""
+        return max(min(1, total), int(self.share * total))
+
+    def steps_over(self, total: int) -> int:
+        """Optimizer steps of the pass at a client with so many examples."""
+        steps = self.epochs * -(-self.examples_of(total) // self.batch_size)
+        return steps if self.steps is None else min(steps, self.steps)
 
 
 @dataclass(frozen=True)
@@ -141,8 +152,8 @@ class Task:
                 f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1])
             )
             raise TaskError(
-                f"{method} averages whole models, so all clients must hold the same architecture, but {held}. "
-                "Give model.names one name, or choose a method for heterogeneous models "
+                f"{method} averages whole models, so all clients must hold the same architecture, but "
+                f"{held}. Give model.names one name, or choose a method for heterogeneous models "
                 "(`fedlowrank list` says which)."
             )
         return next(iter(self.architectures.values()))
@@ -157,9 +168,10 @@ class Task:
         for client in self.clients:
             if self.model(client).width != self.model(first).width:
                 raise TaskError(
-                    f"{method} needs representations of one width, but client {first.id} ({first.architecture}) has "
-                    f"{self.model(first).width} and client {client.id} ({client.architecture}) has "
-                    f"{self.model(client).width}. Choose another split point (model.split) or other models."
+                    f"{method} needs representations of one width, but client {first.id} "
+                    f"({first.architecture}) has {self.model(first).width} and client {client.id} "
+                    f"({client.architecture}) has {self.model(client).width}. Choose another split point "
+                    "(model.split) or other models."
                 )
         return self.model(first).width
 

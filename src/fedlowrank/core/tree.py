@@ -29,8 +29,8 @@ Params = dict[str, Tensor]
 
 _CLASSES: dict[str, type[Any]] = {}
 _DAMAGE = (
-    ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ArithmeticError, AssertionError,
-    safetensors.SafetensorError, FedlowrankError,
+    ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ArithmeticError,
+    AssertionError, safetensors.SafetensorError, FedlowrankError,
 )  # fmt: skip
 """What damaged bytes make the parsers below raise, and the classes that are made of what they found."""
 _PLAIN = (bool, int, float, str)
@@ -112,7 +112,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
-    """The tree with every tensor replaced by what f makes of it; what is no tree is left to :func:`_items` to name."""
+    """The tree with f applied to every tensor; :func:`_items` names what is no tree."""
     if isinstance(value, Tensor):
         return f(value)
     kind = type(value)
@@ -124,7 +124,7 @@ def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
     return value if items is None else kind(**{k: _each(v, f) for k, v in items})
 
 
-def map(f: Callable[..., Any], first: T, *rest: Any) -> T:  # noqa: A001
+def map(f: Callable[..., Any], first: T, *rest: Any) -> T:
     """Apply ``f`` to the tensors of trees of one structure.
 
     Args:
@@ -176,7 +176,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
 
 
 def canonical(value: T) -> T:
-    """The tree as a wire would give it: detached and contiguous. Strides change the order of sums, hence the bits."""
+    """The tree as a wire would give it: detached and contiguous. Strides change the bits of sums."""
     return map(lambda t: t.detach().contiguous(), value)
 
 
@@ -203,14 +203,14 @@ def dot(a: Any, b: Any) -> Tensor:
 
 
 def square_distance(a: Any, b: Any) -> Tensor:
-    """Squared Euclidean distance of two trees of one structure, a scalar tensor through which gradients flow."""
+    """Squared Euclidean distance of two trees of one structure, a differentiable scalar tensor."""
     terms: list[Tensor] = []
     map(lambda x, y: terms.append((x - y).square().sum()), a, b)
     return torch.stack(terms).sum()
 
 
 def numel(value: Any) -> int:
-    """Number of real numbers in a tree, rounded to int8 or not: what the papers count as parameters sent (no labels, masks)."""
+    """Parameters as papers count them: real numbers in a tree, int8 included, labels and masks not."""
     return sum([t.numel() for t in tensors(value) if t.is_floating_point() or t.dtype == torch.int8])
 
 

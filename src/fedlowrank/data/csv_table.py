@@ -37,9 +37,10 @@ class Csv:
         client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None.
         features: columns of the inputs; by default all but the label and the client.
         test: a file with the test part, with the same columns, or None.
-        classes: names of the classes in the order of their numbers; by default the values of the label, sorted.
-            Set it where each client of a network reads a file of its own, which may lack a class.
-        task: ``auto`` decides by the type of the label, as above; ``classification`` and ``regression`` decide.
+        classes: names of the classes in the order of their numbers; by default the values of the label,
+            sorted. Set it where each client of a network reads a file of its own, which may lack a class.
+        task: ``auto`` decides by the type of the label, as above; ``classification`` and ``regression``
+            decide.
         missing: what is done to empty cells of features: ``refuse`` them; ``drop`` their rows; ``mean`` puts
             in the mean of the column over the training part of all clients, and makes "missing" a value of
             its own in columns of text. The mean is information on all clients that a real federation would
@@ -62,8 +63,8 @@ class Csv:
         """The rows as inputs float32 [n, features].
 
         Raises:
-            DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the message
-                names the column and the row.
+            DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the
+                message names the column and the row.
         """
         tables = [_read(path) for path in (self.path, self.test) if path is not None]
         features = self.features or tuple(
@@ -107,8 +108,8 @@ class Csv:
                     else "Fill it in, or set data.missing to 'drop' or 'mean'."
                 )
                 raise DataError(
-                    f"{where}: the column {name!r} has {int(empty.sum())} empty cells, the first in row {row} "
-                    f"of the data. {cure}"
+                    f"{where}: the column {name!r} has {int(empty.sum())} empty cells, the first in row "
+                    f"{row} of the data. {cure}"
                 )
 
     def _encode(self, name: str, parts: list[Series]) -> list[Tensor]:
@@ -132,7 +133,8 @@ class Csv:
         for text in texts[1:]:
             if unknown := sorted(set(text) - set(values)):
                 raise DataError(
-                    f"{self.test!r}: the column {name!r} has the value {unknown[0]!r}, which the training part lacks."
+                    f"{self.test!r}: the column {name!r} has the value {unknown[0]!r}, which the training "
+                    "part lacks."
                 )
         return [torch.from_numpy((text[:, None] == values).astype(np.float32)) for text in texts]
 
@@ -143,8 +145,8 @@ class Csv:
             return self._classes(parts)
         if self.classes:
             raise DataError(
-                f"{self.path!r}: data.classes names classes, but {self.label!r} holds real numbers, a regression. "
-                "Leave out data.classes, or set data.task to 'classification'."
+                f"{self.path!r}: data.classes names classes, but {self.label!r} holds real numbers, a "
+                "regression. Leave out data.classes, or set data.task to 'classification'."
             )
         if not all(_is_number(part) for part in parts):
             raise DataError(f"{self.path!r}: a regression needs numbers in the column {self.label!r}.")

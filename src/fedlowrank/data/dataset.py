@@ -207,10 +207,10 @@ def subset(dataset: Dataset, examples: int) -> Dataset:
 def normalize(dataset: Dataset, how: Normalization) -> Dataset:
     """Map the inputs to a common range by an affine map.
 
-    The map is fitted on the official training part alone and applied to both parts, so nothing of the official
-    test part leaks. It is fitted before clients divide the examples: every client sees a few statistics of the
-    others, and of those training examples that a split makes its validation or test examples.
-    :func:`standardize_client` has neither leak.
+    The map is fitted on the official training part alone and applied to both parts, so nothing of the
+    official test part leaks. It is fitted before clients divide the examples: every client sees a few
+    statistics of the others, and of those training examples that a split makes its validation or test
+    examples. :func:`standardize_client` has neither leak.
     Axis 1 of the inputs holds the channels (of images [n, C, H, W]) or the features (of tables [n, d]).
     Constant values become 0.
 
@@ -241,7 +241,8 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
 def standardize_client(client: ClientData) -> ClientData:
     """Give each channel or feature mean 0 and standard deviation 1 over the client's own training examples.
 
-    Validation and test examples go through the same map. Nothing of other clients or of held-out examples leaks.
+    Validation and test examples go through the same map. Nothing of other clients or of held-out examples
+    leaks.
 
     Raises:
         ConfigError: if the inputs are a dictionary.

@@ -20,7 +20,7 @@ _MAX_BUBBLES = 30
 
 
 def class_counts(clients: Sequence[ClientData], classes: int) -> IntArray:
-    """Number of training examples of each client and class, [clients, classes]; a regression has 0 classes."""
+    """Number of training examples by client and class, [clients, classes]; a regression has 0 classes."""
     if classes == 0:
         return np.zeros((len(clients), 0), dtype=np.int64)
     rows = [np.bincount(client.train.y.cpu().numpy(), minlength=classes) for client in clients]

@@ -22,6 +22,8 @@ _GSM8K = (
     "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
 )
 _HUB = "https://huggingface.co/datasets/"
+_IDX_NAMES = "train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"
+_IDX_SETTINGS = 'source = "mnist"\npath = "{folder}"'
 _AG_NEWS_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 
 
@@ -110,77 +112,70 @@ def _convert_ag_news(folder: Path) -> None:
             raise DataError(f"cannot convert {str(source)!r}: {error}") from error
 
 
-def _idx_files(base: str, entries: tuple[tuple[str, str, int], ...]) -> tuple[RemoteFile, ...]:
-    return tuple(RemoteFile(f"{base}{name}-ubyte.gz", f"md5:{md5}", size) for name, md5, size in entries)
+def _idx_files(host: str, *published: tuple[str, int]) -> tuple[RemoteFile, ...]:
+    """The four files of MNIST's format, with the MD5 and the bytes of each in the order of ``_IDX_NAMES``."""
+    return tuple(
+        RemoteFile(f"{host}{name}-ubyte.gz", f"md5:{md5}", size)
+        for name, (md5, size) in zip(_IDX_NAMES, published, strict=True)
+    )
+
+
+def _cifar(classes: int, md5: str, size: int) -> Download:
+    name = f"cifar-{classes}-python.tar.gz"
+    return Download(
+        f"color images of {classes} classes, 50,000 + 10,000 images 32×32",
+        (RemoteFile(_TORONTO + name, f"md5:{md5}", size),),
+        "not stated",
+        f'source = "cifar{classes}"\npath = "{{folder}}"',
+        f"{size // 1_000_000} MB",
+        _unpack,
+    )
 
 
 # MD5 of MNIST, Fashion-MNIST and CIFAR: torchvision.datasets (CIFAR: also the authors' page); of AG News:
-# torchtext.datasets; SHA-256 of GSM8K and Dolly: the data sets' pages on the Hugging Face hub.
+# torchtext.datasets; SHA-256 of GSM8K and Dolly: the data sets' pages on the Hugging Face hub. FEMNIST: name,
+# revision and SHA-256 as public code checks them that trains on this file.
 DOWNLOADS: dict[str, Download] = {
     "mnist": Download(
         "handwritten digits, 60,000 + 10,000 images 28×28",
         _idx_files(
             _MNIST,
-            (
-                ("train-images-idx3", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
-                ("train-labels-idx1", "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
-                ("t10k-images-idx3", "9fb629c4189551a2d022fa330f9573f3", 1_648_877),
-                ("t10k-labels-idx1", "ec29112dd5afa0611ce80d1b7f02629c", 4_542),
-            ),
+            ("f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
+            ("d53e105ee54ea40749a09fcbcd1e9432", 28_881),
+            ("9fb629c4189551a2d022fa330f9573f3", 1_648_877),
+            ("ec29112dd5afa0611ce80d1b7f02629c", 4_542),
         ),
         "not stated",
-        'source = "mnist"\npath = "{folder}"',
+        _IDX_SETTINGS,
         "12 MB",
     ),
     "fashion_mnist": Download(
         "articles of clothing, 60,000 + 10,000 images 28×28",
         _idx_files(
             _FASHION,
-            (
-                ("train-images-idx3", "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
-                ("train-labels-idx1", "25c81989df183df01b3e8a0aad5dffbe", 29_515),
-                ("t10k-images-idx3", "bef4ecab320f06d8554ea6380940ec79", 4_422_102),
-                ("t10k-labels-idx1", "bb300cfdad3c16e7a12a480ee83cd310", 5_148),
-            ),
+            ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", 26_421_880),
+            ("25c81989df183df01b3e8a0aad5dffbe", 29_515),
+            ("bef4ecab320f06d8554ea6380940ec79", 4_422_102),
+            ("bb300cfdad3c16e7a12a480ee83cd310", 5_148),
         ),
         "MIT",
-        'source = "mnist"\npath = "{folder}"',
+        _IDX_SETTINGS,
         "31 MB",
     ),
-    "cifar10": Download(
-        "color images of 10 classes, 50,000 + 10,000 images 32×32",
-        (
-            RemoteFile(
-                _TORONTO + "cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a", 170_498_071
-            ),
-        ),
-        "not stated",
-        'source = "cifar10"\npath = "{folder}"',
-        "170 MB",
-        _unpack,
-    ),
-    "cifar100": Download(
-        "color images of 100 classes, 50,000 + 10,000 images 32×32",
-        (
-            RemoteFile(
-                _TORONTO + "cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85", 169_001_437
-            ),
-        ),
-        "not stated",
-        'source = "cifar100"\npath = "{folder}"',
-        "169 MB",
-        _unpack,
-    ),
+    "cifar10": _cifar(10, "c58f30108f718f92721af3b95e74349a", 170_498_071),
+    "cifar100": _cifar(100, "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
     "femnist": Download(
         "handwritten characters by writer, images 28×28, as Flower Labs host them (Parquet)",
         (
             RemoteFile(
-                _HUB
-                + "flwrlabs/femnist/resolve/e3219ce09911a0053b27146284f7c5414a7efeec/default/train/0000.parquet"
+                _HUB + "flwrlabs/femnist/resolve/df739a2b09df2b5cc1ec93107659b9a9a8566487/"
+                "data/train-00000-of-00001.parquet",
+                "sha256:cdb389c8d41d5facab79a4a8d452724c30d9c629a1c1e0b1e9ae9de2c633522b",
             ),
         ),
         "BSD-2-Clause",
-        'source = "huggingface"\npath = "{folder}/0000.parquet"\nlabel = "character"\nclient = "writer_id"\nchannels = 1',
+        'source = "huggingface"\npath = "{folder}/train-00000-of-00001.parquet"\n'
+        'label = "character"\nclient = "writer_id"\nchannels = 1',
         "about 0.2 GB",
     ),
     "shakespeare": Download(

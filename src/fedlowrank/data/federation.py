@@ -107,8 +107,8 @@ class Federation:
         kind = "token labels" if examples.tokens else "class labels"
         kind = "real targets" if examples.regression else kind
         raise DataError(
-            f"client {client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a regression has "
-            "none, and all clients learn the same kind of task"
+            f"client {client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
+            "regression has none, and all clients learn the same kind of task"
         )
 
     def _check_target_widths(self) -> None:
@@ -149,8 +149,8 @@ class Federation:
     def to(self, device: str) -> Federation:
         """The same federation with data and initial parameters on a device.
 
-        Tensors of like rows become slices of one, so that a cohort's batch is one selection of rows there; shared
-        tensors are moved once.
+        Tensors of like rows become slices of one, so that a cohort's batch is one selection of rows there;
+        shared tensors are moved once.
         """
         if device == "cpu":
             return self
@@ -322,14 +322,15 @@ class Federation:
         """Make a federation of data sets of Hugging Face, one for each client.
 
         Args:
-            partitions: a sequence of ``datasets.Dataset``, or of ``DatasetDict`` with the splits ``train`` and
-                optionally ``val`` and ``test``; or a ``FederatedDataset`` of the library flwr-datasets, whose
-                partitions are all loaded.
+            partitions: a sequence of ``datasets.Dataset``, or of ``DatasetDict`` with the splits ``train``
+                and optionally ``val`` and ``test``; or a ``FederatedDataset`` of the library flwr-datasets,
+                whose partitions are all loaded.
             model: as for :meth:`from_arrays`.
             label: column of the labels: classes, whole numbers from 0 on, truth values, or text.
             features: columns of the inputs; by default the one image column, or else all numeric columns.
             split: of a ``FederatedDataset``: the split that its partitioner divides.
-            size: for images: height and width to which every image is resized, or None to keep the common size.
+            size: for images: height and width to which every image is resized, or None to keep the common
+                size.
             channels: for images: 3 for color, 1 for gray levels.
             **options: ``val``, ``test``, ``seed``, ``head`` and the others of :meth:`from_arrays`.
 

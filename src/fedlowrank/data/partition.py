@@ -130,9 +130,9 @@ class EqualDirichlet:
 
     The mixture is drawn from Dir(alpha * prior), where the prior is the share of each class in the data. The
     client draws its examples from that mixture without replacement. When a class runs out, the mixture is
-    renormalized over the rest, so the last clients get what is left. Fewer than ``clients`` examples stay
-    unused. Source: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification" (2019).
+    renormalized over the rest, so the last clients get the remaining examples. Fewer than ``clients``
+    examples stay unused. Source: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for
+    Federated Visual Classification" (2019).
 
     Attributes:
         clients: number of clients, at least 1; each gets floor(n / clients) examples.
@@ -168,7 +168,8 @@ class EqualDirichlet:
     def _draw_counts(mixture: FloatArray, left: IntArray, size: int, random: np.random.Generator) -> IntArray:
         """Counts of each class among ``size`` draws without replacement, [classes].
 
-        Draws beyond what is left of a class are drawn again, which has the distribution of single draws.
+        Draws beyond the remaining examples of a class are drawn again, which has the distribution of single
+        draws.
         """
         counts = np.zeros_like(left)
         while (missing := size - int(counts.sum())) > 0:

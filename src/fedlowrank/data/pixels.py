@@ -120,7 +120,7 @@ def pack(parts: Sequence[Tensor]) -> list[Pixels]:
 
 
 def _encode(parts: Sequence[Tensor], codes: Sequence[Tensor]) -> np.ndarray | None:
-    """Write the code of each value; return the value of each code, float32 [256], or None if there are more."""
+    """Write the code of each value; return the value of each code, float32 [256], or None if too many."""
     # Imported here, because it takes half a second.
     import pandas
 

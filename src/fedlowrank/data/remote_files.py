@@ -41,7 +41,7 @@ class Report(Protocol):
     """Shows the progress of downloads."""
 
     def progress(self, name: str, done: int, total: int | None) -> None:
-        """Show that so many bytes of a file are there; the total is None where the server does not state it."""
+        """Show how many bytes of a file are there; the total is None where the server states none."""
         ...
 
     def message(self, text: str) -> None:
@@ -63,7 +63,8 @@ def fetch(file: RemoteFile, folder: Path, report: Report) -> Path:
         The path of the complete file.
 
     Raises:
-        DataError: if the host cannot be reached, the connection ends early, or the content is not as published.
+        DataError: if the host cannot be reached, the connection ends early, or the content is not as
+            published.
     """
     target = folder / file.name
     part = folder / (file.name + ".part")
@@ -111,8 +112,8 @@ def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int 
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise DataError(
-                f"{str(part)!r} does not belong to the file at {host}, which is not longer than it. Delete it and "
-                "run the same command again."
+                f"{str(part)!r} does not belong to the file at {host}, which is not longer than it. Delete "
+                "it and run the same command again."
             ) from error
         raise DataError(f"{host} answers {error.code} {error.reason} for {file.url}. {elsewhere}") from error
     except urllib.error.URLError as error:
@@ -125,12 +126,14 @@ def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int 
 
 
 def _ended_early(host: str, part: Path, why: str) -> str:
-    return f"the connection to {host} ended early ({why}). Run the same command again: it goes on with {str(part)!r}."
+    again = f"Run the same command again: it goes on with {str(part)!r}."
+    return f"the connection to {host} ended early ({why}). {again}"
 
 
 def _verify(file: RemoteFile, path: Path, total: int | None) -> None:
     """Reject content whose size or checksum differs from what is published; nothing is deleted."""
-    advice = f"The file is damaged, or another one is at {file.url} now. Delete {str(path)!r} and run the command again."
+    again = f"Delete {str(path)!r} and run the command again."
+    advice = f"The file is damaged, or another one is at {file.url} now. {again}"
     found, expected = path.stat().st_size, file.size if file.size is not None else total
     if expected is not None and found != expected:
         raise DataError(f"{str(path)!r} has {found:,} bytes instead of {expected:,}. {advice}")

@@ -30,15 +30,15 @@ Roles = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class Shakespeare:
-    """Next-character prediction: ``length`` characters of a speaking role are the input, the next is the class.
+    """Next-character prediction: ``length`` characters of a speaking role, and the next as the class.
 
-    Use it with ``data.normalize = "none"``, model ``char_lstm`` and partition ``natural``. Source: Caldas et al.,
-    "LEAF: A Benchmark for Federated Settings" (2018).
+    Use it with ``data.normalize = "none"``, model ``char_lstm`` and partition ``natural``. Source: Caldas et
+    al., "LEAF: A Benchmark for Federated Settings" (2018).
 
     Attributes:
-        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` leaves it; the JSON files of LEAF (a
-            file, a folder of them, or one with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or Parquet
-            file, also with ``.gz``, with a row for each speech or role.
+        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` leaves it; the JSON files of LEAF
+            (a file, a folder of them, or one with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or
+            Parquet file, also with ``.gz``, with a row for each speech or role.
         length: characters of an input, at least 1; of LEAF's files 80, whatever the setting.
         step: a new example begins so many characters after the one before. LEAF uses 1, which makes as many
             examples as there are characters.
@@ -135,8 +135,9 @@ def _leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, 
 
 
 def _read_sqlite(file: Path, split: str) -> Roles:
-    """The speeches of a part in TensorFlow Federated's database: a serialized ``tf.train.Example`` in each row."""
-    query = "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
+    """The speeches of a part in TensorFlow Federated's database, a ``tf.train.Example`` in each row."""
+    columns = "client_id, serialized_example_proto"
+    query = f"SELECT {columns} FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
     roles: Roles = {}
     if not file.is_file():
         raise DataError(f"{str(file)!r} does not exist. `fedlowrank data get shakespeare` makes it.")

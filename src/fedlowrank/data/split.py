@@ -134,7 +134,7 @@ class Local:
         """See `Split.official_test`."""
         return "merged" if self.pool == "all" else "unused"
 
-    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002 - Split
         """See `Split.divide`."""
         parts = sum(share > 0 for share in (self.train, self.val, self.test))
         if len(own) < parts:
@@ -244,7 +244,7 @@ class WholeTest(_OfficialTest):
 
 @dataclass(frozen=True)
 class OwnTest(_OfficialTest):
-    """Every natural client is tested on its own examples of the official test part. Use it with ``natural``."""
+    """Every natural client is tested on its own part of the official test set; for ``natural``."""
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""

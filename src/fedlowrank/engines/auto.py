@@ -18,7 +18,7 @@ SMALL = 150_000
 """Trained parameters up to which batching clients gains more on a CPU than a second core does."""
 
 MEDIUM = 1_000_000
-"""Trained parameters up to which batching clients gains on one core; above, arithmetic costs more than calls."""
+"""Trained parameters up to which batching clients gains on one core; above, arithmetic dominates."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from .jobs import LazyJobs
 from .sequential import Sequential
 
 SHARED = 1 << 28
-"""Bytes that two processes map in common, taken from the machine only as they are written; longer messages go through a pipe."""
+"""Bytes that two processes share, allocated as they are written; longer messages go through a pipe."""
 
 PATIENCE = 2.0
 """Seconds after which a process looks whether its parent is still there."""
@@ -310,7 +310,7 @@ def decode_result(header: Header, payloads: list[bytes]) -> ClientResult:
 
 def can_fork() -> bool:
     """Whether a fork of this process can compute: not if it uses a GPU."""
-    return not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return not torch.cuda.is_initialized()
 
 
 def cores() -> int:

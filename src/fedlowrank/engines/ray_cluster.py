@@ -1,20 +1,20 @@
 """Clients on the workers of a Ray cluster; the sequential engine's result bit for bit.
 
-A worker is a Ray actor with one core and one thread, or with one GPU where the run is on GPUs. Client i belongs
-to partition i mod P of the data; P is the number of workers at the start. A worker gets its partition once,
-through Ray's object store, so data are not sent again. A block of clients of one partition is one task.
+A worker is a Ray actor with one core and one thread, or with one GPU where the run is on GPUs. Client i
+belongs to partition i mod P of the data; P is the number of workers at the start. A worker gets its partition
+once, through Ray's object store, so data are not sent again. A block of clients of one partition is one task.
 
 States, downloads, uploads and data travel as bytes of trees. Ray itself pickles (cloudpickle) the method, the
 models and the task, once a worker, and lists of such bytes and plain numbers. That is no trust boundary:
-anyone who can reach a Ray cluster can run any code on it, so a cluster is its user's own. Code of the user's own
-that lies in a module must be importable on every machine.
+anyone who can reach a Ray cluster can run any code on it, so a cluster is its user's own. Code of the user's
+own that lies in a module must be importable on every machine.
 
 A worker that dies costs time and no result. The driver keeps what a block needs until its results have come,
 and randomness depends on names alone, so the worker that gets the partition next makes the same bits.
 
 Contributions are not added on the workers before they travel. Floating-point addition is not associative, and
-the sums of a round are taken in the order of its clients: partial sums of workers would have other bits, which
-would change with the number of workers.
+the sums of a round are taken in the order of its clients: partial sums of workers would have other bits,
+which would change with the number of workers.
 """
 
 from __future__ import annotations
@@ -233,9 +233,9 @@ def _run_again(pool: RayPool, block: _Block, under_way: Sequence[_Block], error:
     )  # fmt: skip
     if block.attempts >= ATTEMPTS:
         raise WorkerError(
-            f"workers of the Ray cluster died {ATTEMPTS} times while they trained clients {block.arguments[1]}, perhaps for "
-            f"lack of memory. Start fewer workers a machine (ray start --num-cpus=N), or set run.engine to 'sequential', "
-            f"which takes one client at a time. {error}"
+            f"workers of the Ray cluster died {ATTEMPTS} times while they trained clients "
+            f"{block.arguments[1]}, perhaps for lack of memory. Start fewer workers a machine (ray start "
+            f"--num-cpus=N), or set run.engine to 'sequential', which takes one client at a time. {error}"
         ) from error
     pool.replace(dead)
     for other in again:

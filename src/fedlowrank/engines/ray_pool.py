@@ -54,7 +54,8 @@ def connect() -> bool:
     except ConnectionError as error:
         where = os.environ.get("RAY_ADDRESS", "the address of the last `ray start`")
         raise ConfigError(
-            f"run.engine 'ray' finds no Ray cluster at {where}. Start one by `ray start --head`, or unset RAY_ADDRESS."
+            f"run.engine 'ray' finds no Ray cluster at {where}. Start one by `ray start --head`, or unset "
+            "RAY_ADDRESS."
         ) from error
     return True
 
@@ -101,7 +102,8 @@ class RayPool:
             self._shared = ray.put(shared)
         except (TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"run.engine 'ray' sends method and models to its workers, but they cannot be pickled: {error}"
+                "run.engine 'ray' sends method and models to its workers, but they cannot be pickled: "
+                f"{error}"
             ) from error
         self._partitions = [ray.put(p) for p in partitions]
         self.owners: list[Worker] = []
@@ -120,14 +122,14 @@ class RayPool:
             waiting = [w.started for w in self._starting]
             if not waiting and why:
                 raise WorkerError(
-                    "no worker of the Ray cluster could start. Python, fedlowrank and code of your own must be the same "
-                    f"on all its machines. {why}"
+                    "no worker of the Ray cluster could start. Python, fedlowrank and code of your own must "
+                    f"be the same on all its machines. {why}"
                 )
             if not waiting or not self._ray.wait(waiting, timeout=START)[0]:
                 raise WorkerError(
-                    f"no worker of the Ray cluster is left, and none starts within {START:.0f} s. `ray status` shows its "
-                    "machines; add one by `ray start --address=...`, and go on by `fedlowrank resume`, or set "
-                    f"run.engine to 'processes'. {why}"
+                    f"no worker of the Ray cluster is left, and none starts within {START:.0f} s. `ray "
+                    "status` shows its machines; add one by `ray start --address=...`, and go on by "
+                    f"`fedlowrank resume`, or set run.engine to 'processes'. {why}"
                 )
             why = self.welcome() or why
 

@@ -105,7 +105,7 @@ class _Placed(Sequential):
 
 
 class RayWorker:
-    """Trains clients whose data it has, one after another on one thread or one GPU; made an actor by the engine.
+    """Trains clients whose data it has, one by one on one thread or one GPU; an actor of the engine.
 
     Args:
         shared: code and models.
@@ -145,7 +145,8 @@ class RayWorker:
             payloads: the encoded state of each client, and then the encoded downloads.
 
         Returns:
-            The traceback of a failure or None, and for each client what :func:`.processes.train_client` returns.
+            The traceback of a failure or None, and for each client what :func:`.processes.train_client`
+            returns.
         """
         states, downs = payloads[: len(clients)], payloads[len(clients) :]
         try:

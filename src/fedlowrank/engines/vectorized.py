@@ -38,7 +38,7 @@ from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
 from .base import AnyMethod, ClientJob, ClientResult, Engine
 
 CACHE = 8 << 20
-"""Bytes of stacked parameters and constants on a CPU: in a larger stack they leave the cache from one step to the next."""
+"""Bytes of stacked parameters and constants on a CPU; a larger stack leaves the cache between steps."""
 
 MEMORY = 4 << 30
 """Bytes of stacked parameters and constants on a GPU; gradients and activations take a few times as much."""
@@ -72,7 +72,7 @@ class _Client:
         self._run = greenlet(lambda: work(self))
 
     def advance(self, answer: Any = None) -> None:
-        """Go on with an answer to the request, until the next one or the end; an error of the method's comes out here."""
+        """Answer the request and run to the next one or the end; errors of the method come out here."""
         self.request = None
         try:
             if isinstance(answer, NonFiniteError):
@@ -210,7 +210,7 @@ class Vectorized(Engine):
         return answers
 
     def _train(self, title: str, clients: list[_Client], round: int) -> tuple[Any, Tensor] | None:
-        """Train a cohort, see :func:`train_cohort`; None if its functions cannot be computed for all clients together."""
+        """Train a cohort, see :func:`train_cohort`; None if its functions cannot be batched over clients."""
         requests = [_request(c) for c in clients]
         request, local = requests[0], clients[0].local
         functions = local.kind(request), code_of(request.precondition), code_of(request.prox)

@@ -22,7 +22,7 @@ def import_library(module: str, purpose: str, install: str = "'fedlowrank[langua
 
 @contextmanager
 def quiet(library: Any) -> Iterator[None]:
-    """Silence progress bars and warnings of ``transformers`` within a block; the user's settings come back after it.
+    """Silence progress bars and warnings of ``transformers`` within a block, then restore the settings.
 
     Loading prints a table of missing weights, which :class:`fedlowrank.language.base.LoadedBase` notes.
     """

@@ -20,8 +20,8 @@ REFUSED_SETTINGS = {
     "trainable_token_indices": "it trains rows of the base's embedding",
     "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
     "megatron_config": "layers of Megatron are split over processes",
-    "modules_to_save": "a classification head is trained without it; the setting for heads says whether it is "
-    "shared, personal or frozen",
+    "modules_to_save": "a classification head is trained without it; the setting for heads says whether it "
+    "is shared, personal or frozen",
     "loftq_config": "LoftQ changes the base",
     "eva_config": "EVA initializes A from data, which differ between clients",
     "corda_config": "CorDA changes the base",

@@ -187,7 +187,7 @@ def update_deltas(
             (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
             any device; they are computed in the dtype and on the device of W.
         sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
-        previous: 1 to add to what is there, 0 to replace it.
+        previous: 1 to add to the previous delta, 0 to replace it.
 
     Returns:
         W' by layer name, in the order of ``deltas``.

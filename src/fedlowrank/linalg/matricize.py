@@ -118,7 +118,7 @@ def unpack_weights(weights: Weights, like: Params) -> Params:
 
 
 def dense_weights(value: Any, like: Params) -> Any:
-    """A tree in which weights that are factors or sparse are whole; dicts hold them by the names of parameters.
+    """A tree with weights that are factors or sparse as whole tensors; dicts hold them by parameter.
 
     Args:
         value: any tree.

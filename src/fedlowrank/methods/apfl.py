@@ -3,7 +3,8 @@
 Y. Deng, M. M. Kamani, M. Mahdavi. 2020. arXiv:2003.13461, Algorithm 1, with adaptive α.
 
     server, each round t:   send w^t to each client k of the sample S_t                 download
-    client k:               from w ← w^t and its own v, a: E epochs of simultaneous steps, with v̄ = a v + (1 - a) w,
+    client k:               from w ← w^t and its own v, a: E epochs of simultaneous steps,
+                            with v̄ = a v + (1 - a) w,
                               w ← w - η ∇F_k(w)
                               v ← v - η a ∇F_k(v̄)
                               a ← clip(a - η ⟨v - w, ∇F_k(v̄)⟩, 0, 1)
@@ -30,7 +31,7 @@ from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import Group
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 
 
 @tree

@@ -23,7 +23,7 @@ from ..adapters.router import Router
 from ..core.client_model import ClientModel
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 from .families.clusters import (
     Apply,
     by_cluster,
@@ -113,7 +113,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         return {"models": down, "pi": None}
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
-        """The mixture; for export of mixed outputs the model with the largest share, since one model is not the mixture."""
+        """The mixture; for export the model with the largest share, since one model is not the mixture."""
         apply, theta = self._apply(view.model), state
         if theta is None:
             theta = learn_router(self.router, {"models": down}, even(down), apply, view)

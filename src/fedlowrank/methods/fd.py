@@ -3,13 +3,15 @@
 E. Jeong, S. Oh, H. Kim, J. Park, M. Bennis, S.-L. Kim. 2018. arXiv:1811.11479, Algorithm 1 (FD, without
 augmentation).
 
-    server, each round t:   send to client k, for every label j, the mean Ĝ_{k,j} of the other clients' F_{i,j}     download
+    server, each round t:   for every label j, send to client k the mean Ĝ_{k,j}
+                            of the other clients' F_{i,j}                                       download
     client k:               θ_k ← SGD on CE + γ CE(·, Ĝ_{k,y}), E epochs
-                            F_{k,j} = mean softmax output over its examples of label j; keep θ_k; send F_k          local_update
-    server:                 remember F_k; leave one out: Ĝ_{k,j} = mean_{i≠k, i owns j} F_{i,j}                     server_update
+                            F_{k,j} = mean softmax output over its examples of label j;
+                            keep θ_k; send F_k                                                  local_update
+    server:                 remember F_k; leave one out: Ĝ_{k,j} = mean_{i≠k, i owns j} F_{i,j} server_update
 
-Outputs are probabilities: raw logits as targets diverge. A label that nobody else owns has no target and its
-term is left out. Departures: F is taken in one pass after training (the paper accumulates it during
+Outputs are probabilities: raw logits as targets diverge. A label that no other client owns has no target and
+its term is left out. Departures: F is taken in one pass after training (the paper accumulates it during
 training); under partial participation the mean is over each client's latest reply. Choice: clients of one
 architecture begin with the same initial weights.
 """
@@ -26,7 +28,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each
 from ..core.loss import cross_entropy, soft_cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 
 
 @tree

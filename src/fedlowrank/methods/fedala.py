@@ -4,21 +4,23 @@ J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan. AAAI 2023. arXiv:221
 
     server, each round t:   send θ^t to each client k of the sample S_t                         download
     client k:               with u_k its last upper layers and u^t those received, element by element,
-                              W_k ← clip(W_k - η ∇_W F_k(l^t, W_k u^t + (1 - W_k) u_k), 0, 1), in mini-batches
+                            on a random share s of its examples, in mini-batches,
+                              W_k ← clip(W_k - η ∇_W F_k(l^t, W_k u^t + (1 - W_k) u_k), 0, 1)
                               θ ← (l^t, W_k u^t + (1 - W_k) u_k), l^t the lower layers received
                             θ_k ← SGD on F_k from θ, E epochs; keep u_k and W_k; send θ_k       local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                         server_update
     inference:              (l^{t+1}, W_k u^{t+1} + (1 - W_k) u_k)                              personal
 
-All elements of W_k begin at 1. A client in its first round has no model of its own and trains the download; W_k
-moves from its second round on, for ``first_epochs`` in that round and for one epoch in the following ones.
-η = 0 leaves W_k at 1 and is FedAvg.
+All elements of W_k begin at 1. A client in its first round has no model of its own and trains the download;
+W_k moves from its second round on, for ``first_epochs`` in that round and for one epoch in the following
+ones. η = 0 leaves W_k at 1 and is FedAvg.
 
-Choices: the upper layers are the model's head, or the last ``layers`` modules that have parameters of their own
-(the authors' code counts parameter tensors). The paper trains W_k for the first time until the losses of the
-last ten epochs hardly differ; a pass has a fixed length, and eleven epochs are the fewest after which that rule
-may stop. W_k is trained on all local data (s = 100%; the paper uses s = 80% to save time), in an order of its
-own. Inference takes W_k as it was last trained, where the paper trains it once more on the model received.
+Choices: the upper layers are the model's head, or the last ``layers`` modules that have parameters of their
+own (the authors' code counts parameter tensors). The paper trains W_k for the first time until the losses of
+the last ten epochs hardly differ; a pass has a fixed length, and eleven epochs are the fewest after which
+that rule may stop. The examples that W_k is trained on are drawn anew in each round, s = 80% of them as in
+the paper; the authors' code takes consecutive examples and skips the last, smaller mini-batch. Inference
+takes W_k as it was last trained, where the paper trains it once more on the model received.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ import torch
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.loss import task_loss
+from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.optimizer import SGD
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 
 
 @tree
 class Own:
-    """What a client keeps: its last upper layers, their weights W in [0, 1], and in how many rounds it took part."""
+    """What a client keeps: its last upper layers, their weights W in [0, 1], and the rounds it trained."""
 
     upper: Params
     weights: Params
@@ -58,7 +60,7 @@ def clipped(weights: Params, _: float, *constants: Params) -> Params:
 
 @dataclass(frozen=True)
 class FedALA(Method[Params, Own, Params, Params]):
-    """FedAvg whose clients take over from the upper layers received, element by element, what lowers their loss.
+    """FedAvg whose clients mix the upper layers received with their own, element by element.
 
     When to use: personal models for clients whose data differ, without more communication than FedAvg.
 
@@ -66,20 +68,25 @@ class FedALA(Method[Params, Own, Params, Params]):
         eta: η ≥ 0, learning rate of the weights W.
         first_epochs: of W in a client's second round.
         layers: p, how many of the last layers are upper ones; None for the head.
+        share: s in (0, 1], of a client's examples that W is trained on in a round.
     """
 
     eta: float = 1.0
     first_epochs: int = 11
     layers: int | None = None
+    share: float = 0.8
 
     title = "FedALA"
     citation = "Zhang et al., AAAI 2023, arXiv:2212.01197"
-    bounds = {"eta": ">= 0", "first_epochs": ">= 1", "layers": ">= 1"}
+    bounds = {"eta": ">= 0", "first_epochs": ">= 1", "layers": ">= 1", "share": "> 0 and <= 1"}
 
     def passes(self) -> dict[str, Pass]:
         """Of the model, and of W in a client's second round and in the following ones."""
-        local, later = Pass(self.epochs, self.batch_size), Pass(1, self.batch_size)
-        return {"local": local, "weights": later, "first_weights": Pass(self.first_epochs, self.batch_size)}
+        return {
+            "local": Pass(self.epochs, self.batch_size),
+            "weights": Pass(1, self.batch_size, share=self.share),
+            "first_weights": Pass(self.first_epochs, self.batch_size, share=self.share),
+        }
 
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights; a model without a head is refused if ``layers`` is None."""
@@ -105,9 +112,6 @@ class FedALA(Method[Params, Own, Params, Params]):
         def loss_of_weights(w: Params, batch: Batch, received: Params, upper: Params, own: Params) -> Tensor:
             return task_loss(model.apply(received | mixed(w, upper, own), batch.x), batch)
 
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
         received = self._upper(model, down)
         if state.rounds > 0:
             name = "first_weights" if state.rounds == 1 else "weights"
@@ -116,7 +120,7 @@ class FedALA(Method[Params, Own, Params, Params]):
                 loss_of_weights, weights, name, SGD(lr=self.eta), constants=given, prox=clipped
             )
         start = down | mixed(weights, received, state.upper)
-        theta = view.train(loss, start, "local", self.optimizer)
+        theta = view.train(supervised_loss(model), start, "local", self.optimizer)
         return Own(self._upper(model, theta), weights, state.rounds + 1), theta
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

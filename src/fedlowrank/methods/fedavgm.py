@@ -17,12 +17,10 @@ plain one and not Nesterov's. BatchNorm is treated as in FedAvg.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from ..core.contribution import Mean
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.method import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, sub, tree, zeros_like
+from .families.averaging import Weighting, average_models, train_model
 
 
 @tree
@@ -48,7 +46,7 @@ class FedAvgM(Method[Server, None, Params, Params]):
 
     server_momentum: float = 0.9
     server_lr: float = 1.0
-    weighting: Literal["examples", "uniform"] = "examples"
+    weighting: Weighting = "examples"
 
     title = "FedAvgM"
     citation = "Hsu et al. 2019, arXiv:1909.06335"
@@ -64,18 +62,12 @@ class FedAvgM(Method[Server, None, Params, Params]):
         del client
         return server.model
 
-    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
-        """SGD on F_k from w^t."""
-        del state
-        return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
-
-    def contribution(self, upload: Params, client: ClientInfo, server: Server) -> Mean:
-        """w_k, weighted by n_k."""
-        del server
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+    local_update = train_model
+    contribution = average_models
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step with momentum from w^t towards the mean of the replies."""
         del view
+        # v <- β v + Δ with Δ = w^t - mean of w_k
         velocity = add(sub(server.model, total), server.velocity, self.server_momentum)
         return Server(add(server.model, velocity, -self.server_lr), velocity)

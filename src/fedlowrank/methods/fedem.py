@@ -3,13 +3,13 @@
 O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal. NeurIPS 2021. arXiv:2108.10252, Algorithm 1 (its long
 form, 2).
 
-    server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
-    client k, E-step:       q_k(z_i = c) ∝ π_kc exp(-l(h_{θ_c}(x_i), y_i)) for every example i   shares_of_examples
-              M-step:       π_kc ← Σ_i q_k(z_i = c) / n_k                                        mixture
-                            θ_kc ← SGD on Σ_i q_k(z_i = c) l(h_{θ_kc}(x_i), y_i) / n_k, E epochs local_update
-                            keep π_k; send every θ_kc
-    server:                 θ_c ← Σ_k n_k θ_kc / Σ_k n_k                                         server_update
-    inference:              Σ_c π_kc softmax(h_{θ_c}(x)); of a regression Σ_c π_kc h_{θ_c}(x)    predictor
+    server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t           download
+    client k, E-step:       q_k(z_i = c) ∝ π_kc exp(-l(h_{θ_c}(x_i), y_i)) for every i      shares_of_examples
+              M-step:       π_kc ← Σ_i q_k(z_i = c) / n_k                                   mixture
+                            θ_kc ← SGD on Σ_i q_k(z_i = c) l(h_{θ_kc}(x_i), y_i) / n_k
+                            in E epochs; keep π_k; send every θ_kc                          local_update
+    server:                 θ_c ← Σ_k n_k θ_kc / Σ_k n_k                                    server_update
+    inference:              Σ_c π_kc softmax(h_{θ_c}(x)); of a regression Σ_c π_kc h_{θ_c}(x) predictor
 
 The E-step takes the models received and π_k of the round before, and holds during local training: every batch
 finds the q of its examples again from those models, C forward passes more. Scores are the logarithm of the
@@ -64,7 +64,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     bounds = {"adapt": ">= 0"}
     at_rest: ClassVar[dict[str, int]] = {
         "adapt": 1
-    }  # the one EM step of a round moves the shares, whoever learns
+    }  # the one EM step of a round moves the shares at any learning rate
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""
@@ -88,7 +88,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         return total
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
-        """The mixture; for export the component with the largest share, since one model is not the mixture."""
+        """The mixture; for export the component with the largest share, which is not the mixture."""
         pi = self._shares(state, down, view)
         model, regression = view.model, view.task.classes == 0
         components = [{n: t[c] for n, t in down.items()} for c in range(len(pi))]

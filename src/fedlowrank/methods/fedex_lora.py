@@ -103,7 +103,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
-        """The factors, in their mean and each for the residual; and what is shared beside; weighted by n_i."""
+        """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
         del server
         factors, n = received(upload), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}

@@ -3,12 +3,12 @@
 Peng et al., "FedHL: Federated Learning for Heterogeneous Low-Rank Adaptation via Unbiased Aggregation",
 arXiv:2505.18494, Algorithm 1.
 
-     4  (B_t^i, A_t^i) ← SVD(W_t, r_i), one SVD for all clients               server_update; download slices it
-     5  r̂_i ← ‖W_t - W_t^{r_i}‖²                                             Weighing, from singular values
-     9  client i: B ← B_t^i, A ← A_t^i                                        local_update
-    10  K local steps; upload                                                 local_update
-    15  W_{t+1}^i ← B^i A^i                                                   server_update, as factors
-    17  W_{t+1} ← Σ_i p_i [W_t + (W_{t+1}^i - W_t^{r_i})],  p_i by eq. 15     server_update, Weighing
+     4  (B_t^i, A_t^i) ← SVD(W_t, r_i), one SVD for all clients             server_update; download slices it
+     5  r̂_i ← ‖W_t - W_t^{r_i}‖²                                           Weighing, from singular values
+     9  client i: B ← B_t^i, A ← A_t^i                                      local_update
+    10  K local steps; upload                                               local_update
+    15  W_{t+1}^i ← B^i A^i                                                 server_update, as factors
+    17  W_{t+1} ← Σ_i p_i [W_t + (W_{t+1}^i - W_t^{r_i})],  p_i by eq. 15   server_update, Weighing
 
 Settled: r̂_i is the squared norm, relative to ‖W_t‖² (eq. 15 is not free of scale otherwise), summed over
 layers; p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T); W_0 = 0 begins with a random A and B = 0, and
@@ -59,7 +59,7 @@ from .families.lora import (
 
 @tree
 class Server:
-    """W of every layer, what components begin with that it does not fill, what is shared beside, and the last p_i and r̂_i."""
+    """W of every layer, further initial components, the shared rest, and the last p_i and r̂_i."""
 
     delta: dict[str, Delta]
     drawn: Factors
@@ -101,8 +101,8 @@ class FedHL(Method[Server, Params, Download, Message]):
         super().__post_init__()
         if self.residual and self.form.kind not in ("exact", "capped"):
             raise ConfigError(
-                "FedHL: the residual travels as factors, so it needs a server that holds factors; set form.kind to 'exact' or "
-                f"'capped', not {self.form.kind!r}"
+                "FedHL: the residual travels as factors, so it needs a server that holds factors; set "
+                f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
             )
 
     def server_init(self, task: Task) -> Server:
@@ -169,7 +169,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         )
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:
-        """Rank of W; p_i and relative truncation errors of the last round; energy of W and what a cap cut off."""
+        """Rank of W; p_i and relative truncation errors of the last round; energy of W and its cut tail."""
         delta = server.delta
         return {
             **server.last,

@@ -2,12 +2,13 @@
 
 C. Wu, F. Wu, L. Lyu, Y. Huang, X. Xie. Nature Communications 13, 2032 (2022). arXiv:2108.13323, Algorithm 1.
 
-    server, each round t:   send to each client k of S_t the compressed updates that bring its mentee to s^t    download
+    server, each round t:   send to each client k of S_t the compressed updates
+                            that bring its mentee to s^t                                         download
     client k:               from its mentor T_k, E epochs of simultaneous SGD on
                               T: CE_T + KL(s ‖ T) / (CE_T + CE_s) + MSE(H_T, W H_s) / (CE_T + CE_s)
                               s: CE_s + KL(T ‖ s) / (CE_T + CE_s) + MSE(H_T, W H_s) / (CE_T + CE_s)
-                            keep T_k, W_k; send the update s_k - s^t, compressed                                local_update
-    server:                 Δ = Σ n_k Δ_k / Σ n_k, compressed;  s^{t+1} = s^t + Δ                               server_update
+                            keep T_k, W_k; send the update s_k - s^t, compressed                 local_update
+    server:                 Δ = Σ n_k Δ_k / Σ n_k, compressed;  s^{t+1} = s^t + Δ                server_update
 
 Compression is the SVD of each weight's update at the smallest rank that keeps a share of its energy; that
 share rises linearly from ``energy_start`` to ``energy_end`` over the rounds
@@ -120,7 +121,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
     def local_update(
         self, state: Models, down: Download, view: ClientView
     ) -> tuple[Models, CompressedUpdate]:
-        """Simultaneous SGD; each gradient comes from its own loss because teachers and denominators are detached."""
+        """Simultaneous SGD; detached teachers and denominators leave each loss its own gradient."""
         big, small = view.model, view.task.smallest_model(self.mentee)
 
         def loss(now: Models, batch: Batch) -> Tensor:
@@ -154,7 +155,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         return Mean(decompress_update(upload, server.mentee), client.examples)
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
-        """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""
+        """s^{t+1}, which clients rebuild from the compressed mean update; those that replied hold s^t."""
         update = compress_update(total, self._energy(view))
         at = server.at | {str(client.id): len(server.updates) for client in view.replied}
         mentee = add(server.mentee, decompress_update(update, server.mentee))

@@ -32,7 +32,7 @@ from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, AdamW
-from ..core.tree import Params, add, map, sub, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, sub, zeros_like
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:
@@ -72,9 +72,9 @@ class FedNova(Method[Params, None, Params, Params]):
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
             raise ConfigError(
-                "FedNova divides an update by the weights of its gradients, which the paper gives for SGD with "
-                f"momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer has "
-                f"{', '.join(bad)}. Use one of the two; clip, weight decay and a schedule are fine"
+                "FedNova divides an update by the weights of its gradients, which the paper gives for SGD "
+                f"with momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer "
+                f"has {', '.join(bad)}. Use one of the two; clip, weight decay and a schedule are fine"
             )
 
     @property

@@ -22,19 +22,14 @@ BatchNorm is treated as in FedAvg.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor
 
-from ..core.contribution import Mean
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.method import ClientInfo, Method, ServerView, Task
+from ..core.tree import Params, add, map, sub, tree, zeros_like
+from .families.averaging import Weighting, average_models, train_model
 
-Weighting = Literal["examples", "uniform"]
 CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
 
 
@@ -47,34 +42,31 @@ class Server:
     v: Params
 
 
-def initial_server(model: Params, tau: float) -> Server:
-    """M = 0 and v = τ²."""
-    return Server(model, zeros_like(model), map(lambda p: torch.full_like(p, tau**2), model))
+def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> Server:
+    """The common initial weights, m = 0 and v = τ²."""
+    model = task.common_model(method.title).initial
+    return Server(model, zeros_like(model), map(lambda p: torch.full_like(p, method.tau**2), model))
 
 
-def adaptive_step(
-    server: Server,
-    mean: Params,
-    second_moment: Callable[[Tensor, Tensor], Tensor],
-    beta1: float,
-    server_lr: float,
-    tau: float,
-) -> Server:
-    """X + η m / (√v + τ) with the next m and v.
+def send_model(method: FedAdagrad | FedAdam | FedYogi, server: Server, client: ClientInfo) -> Params:
+    """x_t."""
+    del method, client
+    return server.model
+
+
+def adaptive_step(method: FedAdagrad | FedAdam | FedYogi, server: Server, delta: Params, v: Params) -> Server:
+    """The server's next state: x + η m / (√v + τ) with the next m.
 
     Args:
+        method: its β₁, η and τ.
         server: before the round.
-        mean: of the clients' models.
-        second_moment: the next v of a parameter from v and Δ².
-        beta1: β₁.
-        server_lr: η.
-        tau: τ.
+        delta: Δ, the clients' mean minus x.
+        v: the next v.
     """
-    delta = sub(mean, server.model)
+    beta1, tau = method.beta1, method.tau
     m = map(lambda m, d: beta1 * m + (1 - beta1) * d, server.m, delta)
-    v = map(lambda v, d: second_moment(v, d.square()), server.v, delta)
     direction = map(lambda m, v: m / (v.sqrt() + tau), m, v)
-    return Server(add(server.model, direction, server_lr), m, v)
+    return Server(add(server.model, direction, method.server_lr), m, v)
 
 
 @dataclass(frozen=True)
@@ -99,29 +91,17 @@ class FedAdagrad(Method[Server, None, Params, Params]):
     citation = CITATION
     bounds = {"server_lr": "> 0", "beta1": ">= 0 and < 1", "tau": "> 0"}
 
-    def server_init(self, task: Task) -> Server:
-        """The common initial weights, m = 0 and v = τ²."""
-        return initial_server(task.common_model(self.title).initial, self.tau)
-
-    def download(self, server: Server, client: ClientInfo) -> Params:
-        """x_t."""
-        del client
-        return server.model
-
-    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
-        """SGD on F_k from x_t."""
-        del state
-        return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
-
-    def contribution(self, upload: Params, client: ClientInfo, server: Server) -> Mean:
-        """x_k, weighted by n_k."""
-        del server
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+    server_init = initial_server
+    download = send_model
+    local_update = train_model
+    contribution = average_models
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
-        """A step of Adagrad."""
+        """A step of Adagrad: v <- v + Δ²."""
         del view
-        return adaptive_step(server, total, torch.add, self.beta1, self.server_lr, self.tau)
+        delta = sub(total, server.model)
+        v = map(lambda v, d: v + d.square(), server.v, delta)
+        return adaptive_step(self, server, delta, v)
 
 
 @dataclass(frozen=True)
@@ -148,33 +128,17 @@ class FedAdam(Method[Server, None, Params, Params]):
     citation = CITATION
     bounds = {"server_lr": "> 0", "beta1": ">= 0 and < 1", "beta2": ">= 0 and < 1", "tau": "> 0"}
 
-    def server_init(self, task: Task) -> Server:
-        """The common initial weights, m = 0 and v = τ²."""
-        return initial_server(task.common_model(self.title).initial, self.tau)
-
-    def download(self, server: Server, client: ClientInfo) -> Params:
-        """x_t."""
-        del client
-        return server.model
-
-    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
-        """SGD on F_k from x_t."""
-        del state
-        return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
-
-    def contribution(self, upload: Params, client: ClientInfo, server: Server) -> Mean:
-        """x_k, weighted by n_k."""
-        del server
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+    server_init = initial_server
+    download = send_model
+    local_update = train_model
+    contribution = average_models
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
-        """A step of Adam."""
+        """A step of Adam: v <- β₂ v + (1 - β₂) Δ²."""
         del view
-
-        def second_moment(v: Tensor, square: Tensor) -> Tensor:
-            return self.beta2 * v + (1 - self.beta2) * square
-
-        return adaptive_step(server, total, second_moment, self.beta1, self.server_lr, self.tau)
+        delta, beta2 = sub(total, server.model), self.beta2
+        v = map(lambda v, d: beta2 * v + (1 - beta2) * d.square(), server.v, delta)
+        return adaptive_step(self, server, delta, v)
 
 
 @dataclass(frozen=True)
@@ -201,30 +165,15 @@ class FedYogi(Method[Server, None, Params, Params]):
     citation = CITATION
     bounds = {"server_lr": "> 0", "beta1": ">= 0 and < 1", "beta2": ">= 0 and < 1", "tau": "> 0"}
 
-    def server_init(self, task: Task) -> Server:
-        """The common initial weights, m = 0 and v = τ²."""
-        return initial_server(task.common_model(self.title).initial, self.tau)
-
-    def download(self, server: Server, client: ClientInfo) -> Params:
-        """x_t."""
-        del client
-        return server.model
-
-    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
-        """SGD on F_k from x_t."""
-        del state
-        return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
-
-    def contribution(self, upload: Params, client: ClientInfo, server: Server) -> Mean:
-        """x_k, weighted by n_k."""
-        del server
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+    server_init = initial_server
+    download = send_model
+    local_update = train_model
+    contribution = average_models
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
-        """A step of Yogi."""
+        """A step of Yogi: v <- v - (1 - β₂) Δ² sign(v - Δ²)."""
         del view
-
-        def second_moment(v: Tensor, square: Tensor) -> Tensor:
-            return v - (1 - self.beta2) * square * torch.sign(v - square)
-
-        return adaptive_step(server, total, second_moment, self.beta1, self.server_lr, self.tau)
+        delta, beta2 = sub(total, server.model), self.beta2
+        squares = map(torch.square, delta)
+        v = map(lambda v, s: v - (1 - beta2) * s * torch.sign(v - s), server.v, squares)
+        return adaptive_step(self, server, delta, v)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.client_model import ClientModel
 from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.method import ClientView, Method, ServerView
 from ..core.tree import Params
+from .families.personal_head import body_with_head, initial_body, initial_head
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,9 @@ class FedPer(Method[Params, Params, Params, Params]):
     title = "FedPer"
     citation = "Arivazhagan et al. 2019, arXiv:1912.00818"
 
-    def server_init(self, task: Task) -> Params:
-        """φ^0, of the common initial weights."""
-        model = task.common_model(self.title)
-        return model.body_of(model.initial)
-
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """h_k of the common initial weights."""
-        model = task.model(client)
-        return model.head_of(model.initial)
+    server_init = initial_body
+    client_init = initial_head
+    client_model = body_with_head
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ and h_k."""
@@ -50,8 +44,3 @@ class FedPer(Method[Params, Params, Params, Params]):
         """Mean of the bases, weighted by n_k."""
         del server, view
         return total
-
-    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
-        """Fresh common base, own head."""
-        del view
-        return ClientModel(down | state)

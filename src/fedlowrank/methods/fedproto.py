@@ -31,7 +31,7 @@ from ..core.contribution import Sum
 from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 
 
 @tree
@@ -44,7 +44,7 @@ class Prototypes:
 
 @tree
 class Local:
-    """Prototypes of one client: for each class it owns ``labels [m]`` a row of ``mean [m, d]`` and ``count [m]``."""
+    """Prototypes of one client: ``labels [m]`` of its classes with ``mean [m, d]`` and ``count [m]``."""
 
     labels: Tensor
     mean: Tensor
@@ -117,7 +117,8 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
         """The sum of the prototypes of each class, and their weights."""
-        # over a network a client could claim any count, and a class twice; it has no more examples than in all
+        # over a network a client could claim any count, and a class twice; it has no more examples than in
+        # all
         if len(torch.unique(upload.labels)) < len(upload.labels):
             raise TaskError(f"FedProto: client {client.id} sent a class twice")
         count = upload.count.clamp(max=client.examples)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.client_model import ClientModel
 from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.method import Batch, ClientView, Method, Pass, ServerView
 from ..core.tree import Params
+from .families.personal_head import body_with_head, initial_body, initial_head
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,9 @@ class FedRep(Method[Params, Params, Params, Params]):
         """The two phases."""
         return {"head": Pass(self.head_epochs, self.batch_size), "base": Pass(self.epochs, self.batch_size)}
 
-    def server_init(self, task: Task) -> Params:
-        """φ^0, of the common initial weights."""
-        model = task.common_model(self.title)
-        return model.body_of(model.initial)
-
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """h_k of the common initial weights."""
-        model = task.model(client)
-        return model.head_of(model.initial)
+    server_init = initial_body
+    client_init = initial_head
+    client_model = body_with_head
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """The head on the frozen representation, then the representation below the frozen head."""
@@ -69,8 +63,3 @@ class FedRep(Method[Params, Params, Params, Params]):
         """Mean of the representations, weighted by n_k."""
         del server, view
         return total
-
-    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
-        """Fresh common representation, own head."""
-        del view
-        return ClientModel(down | state)

@@ -2,7 +2,8 @@
 
 H.-Y. Chen, W.-L. Chao. ICLR 2022. arXiv:2107.00778, Algorithm 1, linear personalized head.
 
-    server, each round t:   send the model θ^t = (φ^t, g^t), body and generic head, to each client k of S_t    download
+    server, each round t:   send the model θ^t = (φ^t, g^t), body and generic head,
+                            to each client k of the sample S_t                                  download
     client k:               from θ ← θ^t and its own head h_k, E epochs of simultaneous SGD on
                               θ:    CE(g(φ(x)) + γ log n_{k,c}, y), the balanced softmax loss
                               h_k:  CE(g(φ(x)) + h_k(φ(x)), y), φ and g held constant
@@ -15,10 +16,10 @@ becomes -∞, so that its loss moves no weight of that class. γ = 1 is balanced
 and θ is then FedAvg's model. Only training adds γ log n_{k,c}. The gradient of the second loss reaches h_k
 alone.
 
-Choices: h_k begins at zero, so that a client that never took part infers by the generic model. The generic head
-must be one linear layer: scores are then linear in its parameters, and the personal model is θ with g + h_k in
-the place of g. The paper's other variant, in which a hypernetwork makes h_k from class frequencies, is left
-out.
+Choices: h_k begins at zero, so that a client that never took part infers by the generic model. The generic
+head must be one linear layer: scores are then linear in its parameters, and the personal model is θ with g +
+h_k in the place of g. The paper's other variant, in which a hypernetwork makes h_k from class frequencies, is
+left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..core.client_model import ClientModel
 from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, add, map, numel, tree, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, numel, tree, zeros_like
 
 
 @tree
@@ -67,9 +68,9 @@ class FedRoD(Method[Params, Params, Params, Params]):
         layers, head = model.head_layers(), model.head_of(model.initial)
         if len(layers) != 1 or numel(head) != sum(p.numel() for p in layers[0].parameters()):
             raise TaskError(
-                f"{self.title} adds a personal head to the generic one, so the head must be one linear layer that is "
-                f"trained; the head {model.head_name!r} of model {model.name} is not. Let it begin at the last "
-                "linear layer (model.split, or head=... with a model of your own)."
+                f"{self.title} adds a personal head to the generic one, so the head must be one linear layer "
+                f"that is trained; the head {model.head_name!r} of model {model.name} is not. Let it begin "
+                "at the last linear layer (model.split, or head=... with a model of your own)."
             )
         return model.initial
 

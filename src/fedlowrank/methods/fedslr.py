@@ -3,13 +3,13 @@
 T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Algorithms 2 and 3 (partial
 participation).
 
-    server, each round t:   send w^t to each client i of S_t, as factors where they are fewer numbers          download
+    server, each round t:   send w^t to each client i of S_t, as factors if they are smaller    download
     client i, phase I:      w_i ≈ argmin f_i(w) - ⟨γ_i, w⟩ + ‖w - w^t‖² / (2 η_g) by SGD from w^t
                             γ_i ← γ_i + (w^t - w_i) / η_g
     client i, phase II:     p_i ← soft(p_i - η ∇_p f_i(w^t + p_i), η μ) at every step; soft: entries towards 0
-                            keep γ_i and p_i; send w_i                                                         local_update
+                            keep γ_i and p_i; send w_i                                          local_update
     server:                 γ̄ ← γ̄ + 1/M Σ_{i∈S_t} (w^t - w_i) / η_g
-                            w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i - η_g γ̄                   server_update
+                            w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i - η_g γ̄    server_update
 
 M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every
 weight of two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The
@@ -35,7 +35,7 @@ from ..core.contribution import Each, Mean, mean
 from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
-from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, sub, tree, zeros_like
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (
     Norm,
@@ -101,7 +101,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
     bounds = {"lam": ">= 0", "mu": ">= 0", "eta_g": "> 0", "fusion_epochs": ">= 1"}
-    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
+    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w shrinks at a learning rate of 0, too
 
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""

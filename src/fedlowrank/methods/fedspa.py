@@ -8,7 +8,7 @@ training).
                             U_k = m_k ⊙ w^t - w_k
                             in each layer with n active weights, p = ⌈n · α/2 (1 + cos(π t / T))⌉:
                               m_k loses its p smallest |w_k| and gains the p largest |∇F_k(w_k)|
-                              (the dense gradient of one batch) outside what is left of it
+                              (the dense gradient of one batch) outside the remaining mask
                             keep m_k; send U_k and the new m_k                              local_update
     server:                 w^{t+1} = w^t - 1/|S_t| Σ_{k∈S_t} U_k                           server_update
     inference:              m_k ⊙ w^{t+1}                                                   personal

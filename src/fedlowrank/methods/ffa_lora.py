@@ -1,4 +1,4 @@
-"""FFA-LoRA: A stays at its random initial value, B alone is trained and averaged, so that the mean has no cross terms.
+"""FFA-LoRA: A stays at its random initial value, B alone is trained and averaged: no cross terms.
 
 Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024. arXiv:2403.12313.
 
@@ -55,8 +55,8 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         embeddings = [n for n, site in lora_of(model).layers.items() if site.embedding]
         if embeddings:
             raise TaskError(
-                f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not learn. Leave "
-                "embeddings out of target_modules, or choose fedit or fedsa_lora."
+                f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
+                "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
         return Server(_without_a(initial_factors(task, rank)), self.tuning.shared_rest(model))
 

@@ -3,9 +3,9 @@
 Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources",
 NeurIPS 2024. arXiv:2402.11505, Algorithm 1.
 
-    server, each round t:   W = U Σ Vᵀ; send U_r Σ_r and V_rᵀ to each client i of S_t, r = r_i          download
-    client i:               train B_i, A_i by E epochs                                                  local_update
-    server:                 W = Σ p_i s_i B_i A_i,  p_i = n_i / Σ n                                     server_update
+    server, each round t:   W = U Σ Vᵀ; send U_r Σ_r and V_rᵀ to each client i of S_t, r = r_i  download
+    client i:               train B_i, A_i by E epochs                                          local_update
+    server:                 W = Σ p_i s_i B_i A_i,  p_i = n_i / Σ n                             server_update
 
 What a client's rank cuts off is lost with the next mean: the bias that FedHL removes.
 """
@@ -38,7 +38,7 @@ from .families.lora import (
 
 @tree
 class Server:
-    """The mean update W of every layer, initial factors of components that it does not fill, and what is shared beside."""
+    """The mean update W of every layer, further initial components, and the shared rest."""
 
     delta: dict[str, Delta]
     drawn: Factors

@@ -1,12 +1,13 @@
-"""FLoRA: factors of unequal rank are stacked, not averaged, and added to the base; every round begins with a fresh adapter.
+"""FLoRA: stacks factors of unequal rank, adds them to the base, and begins each round with new ones.
 
 Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations",
 NeurIPS 2024. arXiv:2409.05976.
 
-    server, each round t:   send the stacks that client i lacks                                       download
-    client i:               W_0 ← W_0 + B A of each stack                                             Base.followed
-                            A_i random, B_i = 0; train both by E epochs                               local_update
-    server:                 B = [p_1 s_1 B_1 | p_2 s_2 B_2 | …],  A = [A_1; A_2; …],  p_i = n_i / Σ n  server_update
+    server, each round t:   send the stacks that client i lacks                                 download
+    client i:               W_0 ← W_0 + B A of each stack                                       Base.followed
+                            A_i random, B_i = 0; train both by E epochs                         local_update
+    server:                 B = [p_1 s_1 B_1 | p_2 s_2 B_2 | …],  A = [A_1; A_2; …],
+                            p_i = n_i / Σ n                                                     server_update
 
 The sum B A = Σ p_i s_i B_i A_i is exact. p_i stands on one side only (on both it would be squared).
 """

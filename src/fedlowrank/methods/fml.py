@@ -68,7 +68,7 @@ class FML(Method[Params, Params, Params, Params]):
         return task.model(client).initial
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
-        """Simultaneous SGD on both models; each gradient comes from its own loss because teachers are detached."""
+        """Simultaneous SGD on both models; detached teachers leave each loss its own gradient."""
         alpha, beta, model, small = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
 
         def loss(both: Pair, batch: Batch) -> Tensor:

@@ -1,10 +1,10 @@
-"""GPGD: proximal gradient descent in the global step, FedSLR's second alternative for a low-rank global model.
+"""GPGD: proximal gradient descent in the global step, FedSLR's second low-rank alternative.
 
 T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix A.2.
 
-    server, each round t:   send w^t to each client i of S_t, as factors where they are fewer numbers          download
-    client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                                      local_update
-    server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i                           server_update
+    server, each round t:   send w^t to each client i of S_t, as factors if they are smaller    download
+    client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                       local_update
+    server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i            server_update
 
 That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the
 penalized objective; it is here to be compared with, at FedSLR's matrices and settings, and without a personal
@@ -17,12 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.matricize import Weights, unpack_weights
@@ -51,7 +49,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     title = "GPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
     bounds = {"lam": ">= 0", "eta_g": "> 0"}
-    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
+    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w shrinks at a learning rate of 0, too
 
     def server_init(self, task: Task) -> PenalizedModel:
         """w^0, the common initial weights."""
@@ -66,11 +64,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         """SGD on f_i from w^t."""
         del state
         model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        return None, view.train(loss, unpack_weights(down, model.initial), "local", self.optimizer)
+        return None, view.train(
+            supervised_loss(model), unpack_weights(down, model.initial), "local", self.optimizer
+        )
 
     def contribution(self, upload: Params, client: ClientInfo, server: PenalizedModel) -> Mean:
         """w_i, all with the same weight."""

@@ -3,11 +3,11 @@
 Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024.
 arXiv:2401.06432, Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-padding of FedHL.
 
-    server, each round t:   send the first r_i columns of B, rows of A to each client i of S_t        download
-    client i:               minimize f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs                  local_update, _tail
-                            if the tail became smaller than it was received: r_i ← γ r_i              local_update
+    server, each round t:   send the first r_i columns of B, rows of A to each client i of S_t download
+    client i:               minimize f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs           local_update
+                            if the tail became smaller than it was received: r_i ← γ r_i       local_update
     server:                 pad every B_i, A_i with zeros to r_max,
-                            B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F               server_update
+                            B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F        server_update
 
 The factors of the server are those of scale 1: the B of an upload is multiplied by s_i. With equal ranks and
 weights n_i that is FedIT, whatever the scale. A component that few clients hold is diluted by the zeros of
@@ -50,7 +50,7 @@ from .families.lora import (
 
 @tree
 class Server:
-    """Mean factors of rank r_max and scale 1, what is shared beside them, and the ranks of clients that pruned theirs."""
+    """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned."""
 
     factors: Factors
     rest: Params
@@ -117,7 +117,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
-        """The zero-padded factors of scale 1, weighted; what of that weight reaches each component; the rank, if pruned."""
+        """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = received(upload), float(client.examples)
         rank, top = next(iter(factors.values())).rank, max(p.rank for p in server.factors.values())
         unit = scaled(factors, server.scaling.at(rank))

@@ -9,9 +9,9 @@ averaging).
     server:                 θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
     inference:              θ_ĵ, with ĵ chosen anew from the models received                     personal
 
-F_k is the mean loss over all training examples of the client. A model that nobody picked stays as it was. The
-paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at different
-draws, all layers are their own, and a client keeps nothing.
+F_k is the mean loss over all training examples of the client. A model that no client picked stays as it was.
+The paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at
+different draws, all layers are their own, and a client keeps nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, map, tree  # noqa: A004
+from ..core.tree import Params, map, tree
 from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
 
 

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.client_model import ClientModel
 from ..core.errors import TaskError
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -45,8 +43,9 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
             other = model.head_of(model.initial)
             if {n: p.shape for n, p in other.items()} != {n: p.shape for n, p in head.items()}:
                 raise TaskError(
-                    f"{self.title} shares the head, but the heads of client {task.clients[0].id} ({first.name}) and client "
-                    f"{client.id} ({model.name}) differ: {_shapes(head)} and {_shapes(other)}"
+                    f"{self.title} shares the head, but the heads of client {task.clients[0].id} "
+                    f"({first.name}) and client {client.id} ({model.name}) differ: {_shapes(head)} and "
+                    f"{_shapes(other)}"
                 )
         return head
 
@@ -58,11 +57,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ_k and h."""
         model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        end = view.train(loss, state | down, "local", self.optimizer)
+        end = view.train(supervised_loss(model), state | down, "local", self.optimizer)
         return model.body_of(end), model.head_of(end)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

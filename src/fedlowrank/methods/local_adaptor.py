@@ -65,7 +65,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         return task.common_model(self.title).initial
 
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
-        """An adaptor that is zero; its random factors are the same at all clients, as those of FLoRAL's first cluster."""
+        """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""
         model = task.model(client)
         where, like = adapted_of(self, model), next(iter(model.initial.values()))
         return initial_adaptors(where, 1, task.key / "adaptors", self.construction, like)

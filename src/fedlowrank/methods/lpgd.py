@@ -2,9 +2,10 @@
 
 T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix A.2.
 
-    server, each round t:   send w^t to each client i of S_t                                                   download
-    client i:               w ← prox of λ η Σ_l ‖π(·_l)‖_* at w - η ∇f_i(w), from w^t, E epochs; send w_i      local_update
-    server:                 w^{t+1} = mean_{S_t} w_i                                                           server_update
+    server, each round t:   send w^t to each client i of S_t                                    download
+    client i:               w ← prox of λ η Σ_l ‖π(·_l)‖_* at w - η ∇f_i(w), from w^t, E epochs
+                            send w_i                                                            local_update
+    server:                 w^{t+1} = mean_{S_t} w_i                                            server_update
 
 η is the round's learning rate. A step costs a singular value decomposition of every matrix, and the mean of
 low-rank models has full rank, so the download does not shrink; that is why the paper proposes FedSLR. The
@@ -16,11 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.contribution import Mean
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude
@@ -60,13 +59,10 @@ class LPGD(Method[Params, None, Params, Params]):
         # function
         model, method = view.model, self
 
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
         def prox(theta: Params, lr: float) -> Params:
             return apply_prox_dense(theta, lr * method.lam, method.shared, method.exclude)
 
-        return None, view.train(loss, down, "local", self.optimizer, prox=prox)
+        return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """w_i, all with the same weight."""

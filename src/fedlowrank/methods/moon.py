@@ -13,9 +13,9 @@ z_glob and z_prev are targets: no gradient flows through them. Before a client's
 θ^0; so in round 0 z_glob = z_prev, ℓ = log 2, and the round is FedAvg's up to rounding. μ = 0 is FedAvg in
 every round. μ is 5 for CIFAR-10 and 1 for CIFAR-100 and Tiny-ImageNet in the paper; τ = 0.5.
 
-Choices: the representation is the input of the model's head. The paper puts a projection of two layers between
-encoder and classifier and compares its outputs; to have it, write these layers into the model before its head.
-A client that missed rounds compares with the model of its own last round.
+Choices: the representation is the input of the model's head. The paper puts a projection of two layers
+between encoder and classifier and compares its outputs; to have it, write these layers into the model before
+its head. A client that missed rounds compares with the model of its own last round.
 """
 
 from __future__ import annotations

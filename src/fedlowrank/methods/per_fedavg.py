@@ -1,6 +1,7 @@
-"""Per-FedAvg: personalized federated learning with theoretical guarantees, a model-agnostic meta-learning approach.
+"""Per-FedAvg: personalized federated learning by model-agnostic meta-learning.
 
-A. Fallah, A. Mokhtari, A. Ozdaglar. NeurIPS 2020. arXiv:2002.07948, Algorithm 1.
+A. Fallah, A. Mokhtari, A. Ozdaglar. Personalized Federated Learning with Theoretical Guarantees: A
+Model-Agnostic Meta-Learning Approach. NeurIPS 2020. arXiv:2002.07948, Algorithm 1.
 
     server, each round t:   send θ^t to each client k of the sample S_t                         download
     client k:               from θ^t, for every batch, halved into B1 and B2,
@@ -32,7 +33,7 @@ from ..core.contribution import Mean
 from ..core.loss import gradient, supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
-from ..core.tree import Params, add, dot, map, sub  # noqa: A004
+from ..core.tree import Params, add, dot, map, sub
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:

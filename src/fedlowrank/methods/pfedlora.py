@@ -3,15 +3,15 @@
 L. Yi, H. Yu, G. Wang, X. Liu, X. Li. arXiv:2310.13283, Algorithm 1. Client k's model is F_k = h_k ∘ f_k with
 parameters ω_k.
 
-    server, each round t:   send the adapter θ^{t-1} to each client k of the sample S                   download
+    server, each round t:   send the adapter θ^{t-1} to each client k of the sample S           download
     client k, step 1:       freeze the adapter, train the model: for mini-batches (x, y), E epochs,
-                              R = f_k(x);  ŷ1 = A(R; θ^{t-1});  ŷ2 = h_k(R)                             (eq. 3, 4)
-                              ω_k ← ω_k - η_ω ∇[(1 - μ) CE(ŷ1, y) + μ CE(ŷ2, y)]                        (eq. 5, 6)
+                              R = f_k(x);  ŷ1 = A(R; θ^{t-1});  ŷ2 = h_k(R)                     (eq. 3, 4)
+                              ω_k ← ω_k - η_ω ∇[(1 - μ) CE(ŷ1, y) + μ CE(ŷ2, y)]                (eq. 5, 6)
     client k, step 2:       freeze the model, train the adapter: R̃ = f_k(x; ω_k^t),
-                              θ_k ← θ_k - η_θ ∇ CE(A(R̃; θ_k), y), from θ^{t-1}                          (eq. 7-9)
-                            keep ω_k^t; send θ_k^t                                                      local_update
-    server:                 θ^t = Σ_{k∈S} n_k θ_k^t / Σ_{k∈S} n_k                                       server_update (eq. 10)
-    inference:              ŷ2, the client's own model alone                                            personal
+                              θ_k ← θ_k - η_θ ∇ CE(A(R̃; θ_k), y), from θ^{t-1}                  (eq. 7-9)
+                            keep ω_k^t; send θ_k^t                                              local_update
+    server:                 θ^t = Σ_{k∈S} n_k θ_k^t / Σ_{k∈S} n_k  (eq. 10)                     server_update
+    inference:              ŷ2, the client's own model alone                                    personal
 
 The gradient of CE(ŷ1) reaches f_k through R. The adapter is Linear(R → width) → [ReLU] → Linear(width →
 classes): with ReLU on FC1's output it is the paper's *direct dimension reduction* (homogeneous models),

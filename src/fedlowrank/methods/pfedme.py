@@ -16,10 +16,11 @@ mini-batch approximate the minimizer. The mini-batches of a round are those of E
 ``local_rounds``. The inner steps are stable where α (λ + L) < 2, with L the smoothness of f_k.
 
 Choices: the inner steps begin at w, for the paper leaves their start open (the authors' code goes on from the
-θ of the last mini-batch). The personal model is θ(w_k), of one more mini-batch at the w_k that is sent; a step
-of size 1/λ on the envelope leads there. Replies weigh the same, as in the paper; ``weighting = "examples"`` is
-n_k, as in the authors' code. That code adds a weight decay of 0.001 to the inner steps; here there is none, and
-weight decay of ``optimizer`` acts on w. A client that never took part infers by its initial model.
+θ of the last mini-batch). The personal model is θ(w_k), of one more mini-batch at the w_k that is sent; a
+step of size 1/λ on the envelope leads there. Replies weigh the same, as in the paper;
+``weighting = "examples"`` is n_k, as in the authors' code. That code adds a weight decay of 0.001 to the
+inner steps; here there is none, and weight decay of ``optimizer`` acts on w. A client that never took part
+infers by its initial model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..core.contribution import Mean
 from ..core.loss import gradient, supervised_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
-from ..core.tree import Params, add, map, square_distance, sub  # noqa: A004
+from ..core.tree import Params, add, map, square_distance, sub
 
 
 @dataclass(frozen=True)

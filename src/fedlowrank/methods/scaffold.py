@@ -30,7 +30,7 @@ from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import AdamW
-from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.tree import Params, add, map, sub, tree, zeros_like
 
 
 @tree
@@ -61,9 +61,9 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
             raise ConfigError(
-                "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (steps * lr), which is right only "
-                f"if every step is lr times a gradient; but optimizer has {', '.join(bad)}. Use plain SGD; weight decay "
-                "and a schedule are fine"
+                "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (steps * lr), which "
+                f"is right only if every step is lr times a gradient; but optimizer has {', '.join(bad)}. "
+                "Use plain SGD; weight decay and a schedule are fine"
             )
 
     def server_init(self, task: Task) -> Controlled:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.client_model import ClientModel
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -51,11 +49,7 @@ class Standalone(Method[None, Params, None, None]):
         """SGD on θ_k."""
         del down
         model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        return view.train(loss, state, "local", self.optimizer), None
+        return view.train(supervised_loss(model), state, "local", self.optimizer), None
 
     def server_update(self, server: None, total: None, view: ServerView) -> None:
         """Nothing to do."""

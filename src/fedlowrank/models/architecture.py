@@ -321,7 +321,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def build_architecture(
     name: str, model: nn.Module | Callable[[], nn.Module], example: Any, head: str | None, key: Key
 ) -> Architecture:
-    """An architecture from a module or a factory of one's own.
+    """An architecture from a user's module or factory.
 
     Args:
         name: of the architecture.

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class CharLSTM(nn.Module):
     """An LSTM that reads characters and scores the next one.
 
-    Source: Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018): an embedding of 8 numbers for each
-    character, two LSTM layers of 256 units, a linear layer on the last output.
+    Source: Caldas et al., "LEAF: A Benchmark for Federated Settings" (2018): an embedding of 8 numbers for
+    each character, two LSTM layers of 256 units, a linear layer on the last output.
 
     Args:
         characters: size of the alphabet, which is the number of classes, too.
@@ -27,7 +27,7 @@ class CharLSTM(nn.Module):
         self.head = nn.Linear(hidden, characters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores ``[b, characters]`` of the numbers of characters ``[b, length]``, whole numbers in any type."""
+        """Scores ``[b, characters]`` of the numbers of characters ``[b, length]``, integers in any type."""
         outputs, _ = self.lstm(self.embed(x.long()))
         scores: Tensor = self.head(outputs[:, -1])
         return scores

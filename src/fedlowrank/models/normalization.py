@@ -80,8 +80,9 @@ class FunctionalModule:
         try:
             self._install(given, saved)
             out: Any = self._module(*args, **kwargs)
-            for name in buffers or ():
-                buffers[name] = self._stateless.current(name)  # type: ignore[index]
+            if buffers is not None:
+                for name in buffers:
+                    buffers[name] = self._stateless.current(name)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -113,7 +114,7 @@ class FunctionalModule:
                 self.release()
                 self._install(self._with_aliases(params), self._backward_slots)
 
-            scores.register_hook(install)  # type: ignore[no-untyped-call]
+            scores.register_hook(install)
 
     def release(self) -> None:
         """Give the module its own tensors back after a backward pass."""

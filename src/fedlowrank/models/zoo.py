@@ -33,9 +33,11 @@ MODELS: dict[str, str] = {
     "resnet18_tiny": "ResNet-18 of FedSLR for TinyImageNet: the same with a 7×7 stem and a max-pool",
     "resnet18_w16": "ResNet-18 with a quarter of the channels: 701,456 parameters for 10 classes",
     "cnn_floral": "CNN of FLoRAL: convolutions 5×5 of 32 and 3×3 of 64, FC 64: 87,178 parameters at 3×32×32",
-    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512, dropout; 1,264,388 parameters at 3×32×32, 100 classes",
+    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512, dropout; 1,264,388 parameters at 3×32×32, 100 "
+    "classes",
     "vgg8_bn": "VGG-8 with BatchNorm after each convolution",
-    "char_lstm": "LSTM of LEAF for the next character: embedding 8, 2 layers of 256; takes source shakespeare",
+    "char_lstm": "LSTM of LEAF for the next character: embedding 8, 2 layers of 256; takes source "
+    "shakespeare",
     "linear": "one linear layer, with or without a constant by model.bias",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",
 }
@@ -48,14 +50,14 @@ class ModelSettings:
 
     Attributes:
         names: client k has the (k mod number)-th of these, a list: a built-in model, or
-            ``"package.module:factory"`` of one's own. The factory is called as ``factory(shape, classes)``
+            ``"package.module:factory"`` of your own. The factory is called as ``factory(shape, classes)``
             and returns a ``torch.nn.Module``; ``shape`` is that of one example, such as (3, 32, 32), and
             ``classes`` the number of classes (of a regression, of targets).
         split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the
             last hidden layer).
         hidden: of the MLP: widths of its hidden layers.
         bias: of ``mlp`` and ``linear``: whether layers add a constant.
-        head: of one's own models: dotted name of the submodule that is the head, where the model does not
+        head: of your own models: dotted name of the submodule that is the head, where the model does not
             declare it.
     """
 

@@ -38,11 +38,7 @@ def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
 
 def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
     """The optimizer steps of each pass over so many examples."""
-    steps = {}
-    for name, sweep in passes.items():
-        whole = sweep.epochs * -(-examples // sweep.batch_size)
-        steps[name] = whole if sweep.steps is None else min(whole, sweep.steps)
-    return steps
+    return {name: sweep.steps_over(examples) for name, sweep in passes.items()}
 
 
 def check_counts(

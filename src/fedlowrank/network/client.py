@@ -163,7 +163,7 @@ class ClientRuntime:
         return protect(method, task, run.trust, self.budget, expected=draws.expected, system=True)
 
     def registration(self) -> tuple[Registration, bytes]:
-        """Header and payload of its registration; under differential privacy without the sizes of its data."""
+        """Header and payload of its registration; under differential privacy without its data's sizes."""
         sizes = 1, 0, 0
         if not self.is_private:
             sizes = len(self.data.train), len(self.data.val), len(self.data.test)

@@ -94,7 +94,7 @@ class GridTransport:
         if isinstance(grid, HttpGrid):
             # a reply is fetched piece by piece; one that is too large is not read to its end
             self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].max_bytes)
-            grid._client = self._intake  # type: ignore[assignment]
+            grid._client = self._intake  # type: ignore[assignment]  # of another class, on purpose
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached now."""
@@ -186,7 +186,7 @@ def runtime_at(folder: str) -> ClientRuntime:
 
 
 def _folder(context: Context) -> Path:
-    """The folder of this node's client; prepared now if nobody did before."""
+    """The folder of this node's client; prepared now if it was not before."""
     config = context.node_config
     if "folder" in config:
         return Path(str(config["folder"]))

@@ -140,7 +140,7 @@ LOCAL = frozenset({
     "run.micro_batch",
     "run.client_memory", "run.pixels", "run.keep_checkpoints", "run.patience", "run.callbacks", "run.log",
 })  # fmt: skip
-"""Fields in which a client may differ from the server: its paths, how its machine computes, and what the server alone uses."""
+"""Fields in which a client may differ from the server: paths, its machine, the server's own settings."""
 
 _UNSHARED = frozenset({"network", "reference", "compare", "seeds", "vary", "title", "paper"})
 

@@ -51,17 +51,18 @@ class NetworkRun(Run):
             )
         if settings.patience is not None and settings.privacy.kind != "none":
             raise ConfigError(
-                "run.patience: under differential privacy clients send no evaluations over a network, so there is no "
-                "validation to stop by; leave it out"
+                "run.patience: under differential privacy clients send no evaluations over a network, so "
+                "there is no validation to stop by; leave it out"
             )
         if settings.attack.kind != "none" or settings.secure.on:
             raise ConfigError(
-                "run.attack and run.secure are for simulations; leave them out of an experiment that runs over a network"
+                "run.attack and run.secure are for simulations; leave them out of an experiment that runs "
+                "over a network"
             )
         if settings.devices != Devices():
             raise ConfigError(
-                "run.devices simulates slow and unavailable clients, and clients over a network have clocks of their "
-                "own; leave it out of an experiment that runs over a network"
+                "run.devices simulates slow and unavailable clients, and clients over a network have clocks "
+                "of their own; leave it out of an experiment that runs over a network"
             )
         super().__init__(method, federation, settings, engine)
         engine.templates = Templates(self.method, self.task)

@@ -260,7 +260,7 @@ class ClientRegistry:
             return f"it says it is client {client}, but clients go from 0 to {self.clients - 1}"
         if self.keys is not None and self.keys.get(node) != client:
             owner = self.keys.get(node)
-            whose = "nobody's" if owner is None else f"that of client {owner}"
+            whose = "not registered" if owner is None else f"that of client {owner}"
             return f"it says it is client {client}, but its key is {whose}"
         has = f"client {client} says it has {examples} examples"
         if examples < 1 or min(sizes) < 0 or max(examples, *sizes) > MAX_EXAMPLES:

@@ -62,8 +62,8 @@ class NetworkEngine(Engine):
         spool: uploads of the round.
         templates: the forms of the next replies; set by the run.
         metrics: that evaluations must hold besides accuracy and loss, by name; set by the run.
-        compares: whether replies are refused by their norms beside those of others; under central privacy they are
-            not, for whether a client counts must not depend on another one.
+        compares: whether replies are refused by their norms beside those of others; under central privacy
+            they are not, for whether a client counts must not depend on another one.
     """
 
     name = "network"

@@ -111,15 +111,16 @@ def draw_lines(
             entry.set(linewidth=THIN, markerfacecolor="none")
         axes.plot(
             at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
-            dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+            dash_capstyle="butt", linewidth=entry.get_linewidth(),
+            markerfacecolor=entry.get_markerfacecolor(),
         )  # fmt: skip
         entries.append(entry)
     return entries
 
 
 def make_tips(
-    axes: Axes, lines: Sequence[Line], form: Callable[[float], str], scale: float = 1.0, *, x: str | None = None,
-    form_x: Callable[[float], str] = "round {:g}".format,
+    axes: Axes, lines: Sequence[Line], form: Callable[[float], str], scale: float = 1.0, *,
+    x: str | None = None, form_x: Callable[[float], str] = "round {:g}".format,
 ) -> tuple[Tip, ...]:  # fmt: skip
     """Values of lines as drawn by :func:`draw_lines`; ``form`` and ``form_x`` write them."""
     found = []
@@ -138,8 +139,9 @@ def plot_lines(
 ) -> Picture | None:  # fmt: skip
     """A figure of lines against rounds; None without lines.
 
-    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what is
-    drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the rest.
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what
+    is drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the
+    rest.
     """
     if not lines:
         return None
@@ -154,7 +156,8 @@ def plot_lines(
     methods = count_methods(len({line.group.label for line in lines}))
     return Picture(
         figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
-        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}{note_points(lines)}",
+        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}"
+        f"{note_points(lines)}",
         tips=make_tips(axes, lines, form, scale),
     )  # fmt: skip
 

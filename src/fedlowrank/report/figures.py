@@ -58,7 +58,7 @@ def _plot_learning_curves(
 
 @drawing()
 def plot_results(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Final result of each method with its 95 % interval over seeds, the best on top; its seeds as light dots."""
+    """Final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
     measure = measure_of(groups)
     found = [(group, result) for group in groups if (result := group.final(measure=measure))]
     found.sort(key=lambda pair: measure.cost(pair[1].mean))
@@ -148,7 +148,8 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
         f"Line chart of {measure.noun} against bytes sent for {chart.count_methods(len(lines))}. Sent in "
         f"all: {texts}.",
         f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
-        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}{chart.note_points(lines)}",
+        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}"
+        f"{chart.note_points(lines)}",
         tips=chart.make_tips(
             axes, sending, measure.format, measure.scale, x="bytes", form_x=lambda size: format_si(size, "B")
         ),

@@ -1,4 +1,4 @@
-"""Tables of run records, a row for each round; routes of clients to clusters and how well they match the truth."""
+"""Tables of run records, a row for each round; routes of clients to clusters and their agreement."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def method_values(run: RunRecord) -> dict[str, pd.DataFrame]:
 def find_collapse(routes: Floats) -> int | None:
     """The one cluster that has the largest share at every client with finite shares ``[clients, clusters]``.
 
-    None if clients differ or have no single largest share, and where there is no choice: one cluster, or fewer
-    than two clients.
+    None if clients differ or have no single largest share, and where there is no choice: one cluster, or
+    fewer than two clients.
     """
     finite = routes[np.isfinite(routes).all(axis=1)]
     if len(finite) < 2 or finite.shape[1] < 2:

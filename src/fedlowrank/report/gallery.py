@@ -86,7 +86,8 @@ def save_figures(
         runs: as for a report; several experiments get a folder each.
         folder: made if it does not exist.
         kinds: endings that matplotlib can write.
-        width: ``page`` for figures 5.3 inches wide, ``column`` for 3.3 inches, one column of a paper with two.
+        width: ``page`` for figures 5.3 inches wide, ``column`` for 3.3 inches, one column of a paper with
+            two.
 
     Returns:
         The files.

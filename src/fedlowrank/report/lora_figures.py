@@ -218,8 +218,8 @@ def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
         form="{:.0f}".format,
         head="Singular values of the server's update W that the server holds after each round, mean over "
         "layers. While it holds W as factors that is the rank of W, which begins at 0",
-        tail=" Of a W that it holds as a whole matrix, it computes no more than the largest rank of a client: "
-        f"a line at that number may be below the rank.{layers}",
+        tail=" Of a W that it holds as a whole matrix, it computes no more than the largest rank of a client:"
+        f" a line at that number may be below the rank.{layers}",
     )  # fmt: skip
 
 
@@ -271,7 +271,7 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
     more = " Thin lines, without a band: further passes of a method." if has_more else ""
     return chart.plot_measure(
         lines, styles, TRAINING, head="Mean loss over the training steps of each round, of all participants",
-        tail=" It is taken while the clients train, so it falls within a round as well as from round to round: "
-        "where it falls and the test loss does not, the clients overfit or their updates do not add up at the "
-        f"server.{more}",
+        tail=" It is taken while the clients train, so it falls within a round as well as from round to "
+        "round: where it falls and the test loss does not, the clients overfit or their updates do not add up "
+        f"at the server.{more}",
     )  # fmt: skip

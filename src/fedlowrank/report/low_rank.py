@@ -264,7 +264,7 @@ def last_ranks(group: Group) -> dict[str, float]:
 
 
 def downlink(group: Group) -> pd.DataFrame:
-    """Bytes from the server to each participant by round, over seeds; empty if nobody took part."""
+    """Bytes from the server to each participant by round, over seeds; empty if no client took part."""
     return curve_over_seeds(
         pd.Series({r.round: r.bytes_down / len(r.participants) for r in run.record.rounds if r.participants})
         for run in group.runs

@@ -47,7 +47,8 @@ class Estimate(NamedTuple):
     n: int  # seeds that have the number
     mean: float
     std: float  # with n - 1 in the denominator
-    ci: float  # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
+    # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
+    ci: float
 
 
 def half_width(std: Any, n: int) -> Any:
@@ -117,7 +118,7 @@ def score_clients(values: pd.DataFrame, examples: pd.Series, *, is_loss: bool) -
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Sums over rounds of ``COSTS`` and of ``seconds_train``, ``seconds_server``, ``simulated_seconds`` where recorded."""
+    """Sums over rounds of ``COSTS`` and of the recorded seconds of clients, server and simulation."""
     costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
     for kind in dict.fromkeys(kind for record in records for kind in record.seconds):
         costs[f"seconds_{kind}"] = math.fsum(record.seconds.get(kind, 0.0) for record in records)
@@ -187,8 +188,8 @@ class Run:
     def last_metrics(self) -> dict[tuple[str, str], float]:
         """Further metrics after the last round that has them, by name and series.
 
-        Means over the clients that can train and for which the metric is defined; infinite if one of them is not
-        finite.
+        Means over the clients that can train and for which the metric is defined; infinite if one of them is
+        not finite.
         """
         unseen, found = unseen_clients(self.record), {}
         for key, table in further_metrics(self.record).items():
@@ -323,9 +324,9 @@ class Run:
 def metric_row(runs: Sequence[Run], headline: str | None) -> dict[str, float | None]:
     """Further metrics of runs that differ in the seed, as columns of the CSV.
 
-    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 % confidence
-    interval. Columns of a series other than the headline end in a point and its name. Values are empty where a
-    seed's mean is not finite.
+    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 %
+    confidence interval. Columns of a series other than the headline end in a point and its name. Values are
+    empty where a seed's mean is not finite.
     """
     row: dict[str, float | None] = {}
     for name, series in dict.fromkeys(key for run in runs for key in run.last_metrics):

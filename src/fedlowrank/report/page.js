@@ -1,5 +1,6 @@
 "use strict";
-// The page is whole without this script. It sorts tables, opens what a link or the printer needs, and saves figures.
+// The page is whole without this script. It sorts tables, opens what a link or the printer needs, and
+// saves figures.
 const PREFIXES = {"": 1, k: 1e3, M: 1e6, G: 1e9, T: 1e12, P: 1e15};
 const SECONDS = {s: 1, min: 60, h: 3600};
 
@@ -26,7 +27,8 @@ function sortTable(head) {
   for (const other of head.parentNode.children) other.removeAttribute("aria-sort");
   head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
   const body = head.closest("table").tBodies[0], place = head.cellIndex;
-  const rows = [...body.rows].sort((a, b) => compareCells(a.cells[place], b.cells[place], ascending ? 1 : -1));
+  const sign = ascending ? 1 : -1;
+  const rows = [...body.rows].sort((a, b) => compareCells(a.cells[place], b.cells[place], sign));
   body.append(...rows);
 }
 

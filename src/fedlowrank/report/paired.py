@@ -51,7 +51,7 @@ class Family:
 
     @property
     def not_worse(self) -> list[Group]:
-        """The best group and those that are not significantly worse; a group without a test is not among them."""
+        """The best group and those not significantly worse; groups without a test are left out."""
         return [group for group, _ in self.ranked[:1]] + [one.group for one in self.others if one.is_open]
 
     @property

@@ -231,6 +231,6 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
         alt=f"Scatter chart of {measure.noun} against model size: {texts}.",
         caption=f"Mean {measure.noun} at the last evaluated round against the parameter count of a client's "
         f"model, mean over clients{seeds}: the factors of low-rank weights, of sparse ones the entries other "
-        f"than zero, of any other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the left "
-        "is better.",
+        f"than zero, of any other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the "
+        "left is better.",
     )  # fmt: skip

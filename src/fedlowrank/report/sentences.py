@@ -131,7 +131,7 @@ def collapse_warnings(groups: Sequence[Group]) -> list[str]:
             warnings.append(
                 f"{group.label}: the router collapsed. At round {at} one of {clusters} clusters has the "
                 f"largest share at all {clients} clients ({where}, counted from 0), so the others serve "
-                f"nobody and nothing tells the clients apart. What may help: {advice}."
+                f"no client and nothing tells the clients apart. What may help: {advice}."
             )
     return warnings
 

@@ -61,8 +61,8 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
         differences: of each client, ``[clients]``; at least one.
 
     Returns:
-        The interval is a percentile bootstrap of the mean with a generator of its own, so that equal values give
-        equal intervals. The p-value is from Wilcoxon's signed-rank test.
+        The interval is a percentile bootstrap of the mean with a generator of its own, so that equal values
+        give equal intervals. The p-value is from Wilcoxon's signed-rank test.
     """
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())

@@ -38,8 +38,8 @@ PAPER = "#fdfcfb"  # placeholder of the background color
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.5), (6, 1.8, 1.2, 1.8))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h")
 
-# Widths of a figure, in inches of 72 units each: on a page, where text must stay legible on a phone, and in one
-# column of a paper with two.
+# Widths of a figure, in inches of 72 units each: on a page, where text must stay legible on a phone, and in
+# one column of a paper with two.
 WIDTHS = {"page": 5.3, "column": 3.3}
 _COLUMN_FONTS = {
     "font.size": 8,

@@ -58,8 +58,10 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
         numbers = [str(results[key][1].n) if key in results else MISSING for key in keys]
         columns.append((Column("seeds"), numbers))
     if others:
-        note = "mean difference from the best with its own 95 % interval, not corrected. Runs of the same seed are "
-        note += "paired, for they have the same clients, data and initial weights"
+        note = (
+            "mean difference from the best with its own 95 % interval, not corrected. Runs of the same seed "
+            "are paired, for they have the same clients, data and initial weights"
+        )
         gaps = [
             _format_gap(*others[key]) if key in others else "best" if key in first else MISSING
             for key in keys

@@ -79,7 +79,8 @@ def _sweep_table(
 def bold_note(is_one_method: bool) -> str:
     """What bold means in a table of results."""
     among = " of all settings" if is_one_method else ""
-    return f"Bold: the best mean{among} and those not significantly worse (paired test, corrected p ≥ {ALPHA:.2g})."
+    test = f"paired test, corrected p ≥ {ALPHA:.2g}"
+    return f"Bold: the best mean{among} and those not significantly worse ({test})."
 
 
 def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:

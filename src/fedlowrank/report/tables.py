@@ -230,8 +230,8 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
         yield from column("over seeds", "last", f"{note}freedom", "ci95_seeds", always=True)
     note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "
     yield from column("unseen clients", "unseen", f"{note}round; no other column counts them", "std_unseen")
-    note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the last "
-    yield from column("honest clients", "honest", f"{note}evaluated round", "std_honest")
+    note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the "
+    yield from column("honest clients", "honest", f"{note}last evaluated round", "std_honest")
     means, weighted = _floats(frame, key("last")), _floats(frame, key("last_weighted"))
     if (~np.isclose(means, weighted, rtol=1e-9, atol=0) & means.notna() & weighted.notna()).any():
         note = "mean at the last round, clients weighted by test examples"
@@ -268,8 +268,8 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 def _metric_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     """A column for each metric and series that any run measures besides accuracy and loss."""
     note = (
-        "mean over the clients that can train and for which the metric is defined, after the last evaluated round; "
-        "over several seeds ± half-width of the 95 % confidence interval"
+        "mean over the clients that can train and for which the metric is defined, after the last evaluated "
+        "round; over several seeds ± half-width of the 95 % confidence interval"
     )
     for key in [name for name in frame if name.startswith("metric_") and "_ci95_seeds" not in name]:
         # a module may have points; the title is the function alone
@@ -287,11 +287,11 @@ def _trust_columns(frame: pd.DataFrame) -> Iterator[Cells]:
          "share of test examples of other classes that models of honest clients take for the target of the "
          "attack once they have its trigger, at the last evaluated round, mean over seeds; lower is better"),
         ("hostile weight", "hostile_weight", format_percent, "%",
-         "share that hostile clients have of the weights (of norm_bound: factors) that the rule gave to replies, "
-         "mean over rounds; lower is better"),
+         "share that hostile clients have of the weights (of norm_bound: factors) that the rule gave to "
+         "replies, mean over rounds; lower is better"),
         ("ε", "epsilon", _format_epsilon, "",
-         "privacy that was spent: of the models that the server released or, under local privacy, of the client "
-         "that sent most; lower is better"),
+         "privacy that was spent: of the models that the server released or, under local privacy, of the "
+         "client that sent most; lower is better"),
     ):  # fmt: skip
         yield from _column(frame, title, key, form, unit=unit, note=note)
 

@@ -28,7 +28,7 @@ COUNTING = ("trimmed_mean", "krum", "multi_krum")  # rules that count on a share
 
 
 def describe_trust(run: RunRecord) -> list[str]:
-    """Sentences on what protects updates, by which rule they are reduced, and who attacks; none by default."""
+    """Sentences on protection of updates, their rule and the attack; none by default."""
     settings = section(run.config, "run")
     tables = ("compression", "clipping", "privacy", "robust", "attack", "secure")
     compression, clipping, privacy, robust, attack, secure = (section(settings, name) for name in tables)
@@ -52,8 +52,8 @@ def describe_trust(run: RunRecord) -> list[str]:
         found.append(_describe_attack(run, attack))
     if secure.get("on"):
         found.append(
-            f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the server "
-            f"learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
+            f"Sums are secure: of numbers in ±{secure['bound']:g}, quantized to {secure['bits']} bits, the "
+            f"server learns the total, if {format_number(100 * secure['threshold'])} % of the clients reply."
         )
     return found
 
@@ -68,7 +68,8 @@ def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
     found = ", ".join(f"{name} = {value:.4g}" for name, value in numbers.items() if value is not None)
     of = "in which one client has other data" if is_replacing(run) else "that differ by one client"
     kind, accountant = one_line(privacy["kind"]), one_line(privacy.get("accountant"))
-    return f"Differential privacy of clients, {kind}: {found}; ε is for federations {of} (accountant {accountant})."
+    scope = f"ε is for federations {of} (accountant {accountant})"
+    return f"Differential privacy of clients, {kind}: {found}; {scope}."
 
 
 def is_replacing(run: RunRecord) -> bool:
@@ -109,7 +110,7 @@ def _curve(group: Group, kind: str, name: str) -> pd.DataFrame:
 
 
 def hostile_weight(run: Run) -> float:
-    """Share of the weights of replies that a rule gave to hostile clients, mean over rounds; NaN if unknown."""
+    """Share of the weights of replies that a rule gave to hostile clients, mean over rounds, or NaN."""
     weights, hostile = run.reported("weight"), hostile_clients(run.record)
     if not hostile or weights.empty:
         return math.nan

@@ -48,7 +48,8 @@ def plot_private_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | 
     axes.set_xlabel("privacy spent, ε")
     add_legend(figure, entries, [line.label for line in lines])
     last = ", ".join(
-        f"{line.label} {measure.format(line.table['mean'].iloc[-1])} at ε = {line.table['epsilon'].iloc[-1]:.3g}"
+        f"{line.label} {measure.format(line.table['mean'].iloc[-1])} at ε = "
+        f"{line.table['epsilon'].iloc[-1]:.3g}"
         for line in lines
     )
     found = [line.group for line in lines]
@@ -57,8 +58,8 @@ def plot_private_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | 
         f"{measure.title} over privacy spent",
         f"Line chart of {measure.noun} against ε for {chart.count_methods(len(lines))}. At the end: {last}.",
         f"Mean {measure.noun} over clients against ε, {_describe_privacy(found)}"
-        f"{chart.note_band(found, measure.bounds)}{chart.note_cut(axes, ends)} Evaluation itself is not counted: "
-        f"its results are not private.{chart.note_points(lines)}",
+        f"{chart.note_band(found, measure.bounds)}{chart.note_cut(axes, ends)} Evaluation itself is not "
+        f"counted: its results are not private.{chart.note_points(lines)}",
         tips=chart.make_tips(
             axes, lines, measure.format, measure.scale, x="epsilon", form_x="ε = {:.3g}".format
         ),

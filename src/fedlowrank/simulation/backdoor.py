@@ -20,7 +20,7 @@ def backdoor_success(
     attack: Attack,
     model_of: Callable[[ClientInfo], LocalModel],
 ) -> float | None:
-    """Share of the test examples of other classes that a model takes for the target once they have the trigger.
+    """Share of test examples of other classes that a model takes for the target with the trigger.
 
     Args:
         federation: holds the examples.

@@ -80,7 +80,7 @@ class EarlyStopping(Callback):
         self._best_round, self._waited = 0, 0
 
     @property
-    def reason(self) -> str:  # type: ignore[override]
+    def reason(self) -> str:  # type: ignore[override]  # computed, a field of the base
         """Why the run ends."""
         return f"no better validation for {self.patience} evaluations after round {self._best_round}"
 
@@ -152,13 +152,14 @@ def name_of(callback: RoundCallback) -> str:
 
 
 def as_callbacks(given: RoundCallback | Sequence[RoundCallback] | None) -> list[RoundCallback]:
-    """The callbacks that a user passes as one, several or none; raises ConfigError if one cannot be called."""
+    """The callbacks that a user passes: one, several or none; ConfigError if one cannot be called."""
     callbacks = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     for callback in callbacks:
         if isinstance(callback, type) or not callable(callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
             raise ConfigError(
-                f"a callback is a function of a round's record, or an object such as EarlyStopping(); not {what}"
+                "a callback is a function of a round's record, or an object such as EarlyStopping(); not "
+                f"{what}"
             )
     return callbacks
 

@@ -63,8 +63,9 @@ class _File:
             found = file.read(entry.size)
         if digest_of(found) != entry.digest:
             raise CheckpointError(
-                f"the checkpoint file {self.path} is damaged: a state has another digest than when it was written. Restore "
-                "it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN --round N)."
+                f"the checkpoint file {self.path} is damaged: a state has another digest than when it was "
+                "written. Restore it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN "
+                "--round N)."
             )
         return found
 
@@ -218,8 +219,8 @@ def go_back(folder: Path, round: int) -> None:
     if round not in kept:
         listed = ", ".join(map(str, kept))
         raise CheckpointError(
-            f"{folder} keeps the checkpoints after rounds {listed}, and none after round {round}. Choose one of these; "
-            "run.keep_checkpoints says how many later rounds keep."
+            f"{folder} keeps the checkpoints after rounds {listed}, and none after round {round}. Choose one "
+            "of these; run.keep_checkpoints says how many later rounds keep."
         )
     files = _files(folder)
     if round != kept[-1]:

@@ -1,8 +1,8 @@
 """Metrics besides accuracy and loss: named ones, and functions of the user's own.
 
 A metric is computed for each client, series and split from the model's scores on the client's own examples.
-Definitions are those of scikit-learn, where it has the metric; of the small sets that clients have, most of the time
-would go into its checks of arguments.
+Definitions are those of scikit-learn, where it has the metric; of the small sets that clients have, most of
+the time would go into its checks of arguments.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Metric:
 
     Attributes:
         about: what it is.
-        compute: from scores, float64 ``[n, classes]``, and labels, int64 ``[n]``; of a regression from outputs and
-            targets ``[n, d]``. n is at least 1. None where the metric is not defined.
+        compute: from scores, float64 ``[n, classes]``, and labels, int64 ``[n]``; of a regression from
+            outputs and targets ``[n, d]``. n is at least 1. None where the metric is not defined.
         task: what it needs; ``any`` for a function of the user's own.
         bounds: its least and its largest value.
         above: number of classes that it needs more than.
@@ -91,7 +91,7 @@ def _one_versus_rest(
 
 
 def _area_under_roc(is_positive: NDArray[np.bool_], probability: Floats) -> float:
-    """Share of the pairs of a positive and a negative example that are in order, ties half: Mann-Whitney's U."""
+    """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
     positive, negative = probability[is_positive], np.sort(probability[~is_positive])
     below, not_above = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
     return float((below + not_above).mean() / 2 / len(negative))
@@ -179,8 +179,8 @@ def check_names(given: Any) -> tuple[str, ...]:
         if not isinstance(name, str):
             known = getattr(name, "__name__", "function")
             raise ConfigError(
-                f"run.metrics holds names; a function of your own is named 'module:{known}', in a script or notebook "
-                f"'__main__:{known}'; it is {name!r}"
+                f"run.metrics holds names; a function of your own is named 'module:{known}', in a script or "
+                f"notebook '__main__:{known}'; it is {name!r}"
             )
         if name in ("accuracy", "loss"):
             raise ConfigError(f"run.metrics: {name} is always measured; leave it out")
@@ -207,8 +207,9 @@ def choose_metrics(names: Sequence[str], examples: Examples, classes: int) -> di
     """
     if names and examples.tokens:
         raise ConfigError(
-            "run.metrics needs one label for each example, and language models have one for each token; leave it "
-            "empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the models write."
+            "run.metrics needs one label for each example, and language models have one for each token; "
+            "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
+            "models write."
         )
     chosen = {name: METRICS[name] if name in METRICS else _own_metric(name) for name in names}
     task = "regression" if examples.regression else "classes"
@@ -216,8 +217,8 @@ def choose_metrics(names: Sequence[str], examples: Examples, classes: int) -> di
         if metric.task not in (task, "any"):
             known = ", ".join(n for n, m in METRICS.items() if m.task == task)
             raise ConfigError(
-                f"run.metrics: {name} is a metric of {_TASKS[metric.task]}, and these data are {_TASKS[task]}; "
-                f"choose among {known}"
+                f"run.metrics: {name} is a metric of {_TASKS[metric.task]}, and these data are "
+                f"{_TASKS[task]}; choose among {known}"
             )
         if metric.above and classes <= metric.above:
             raise ConfigError(
@@ -234,8 +235,8 @@ def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float 
     """The value of a metric on a set of examples.
 
     Returns:
-        It; None where it is not defined; NaN where a score is NaN or positively infinite, and of a user's function
-        that returns NaN.
+        It; None where it is not defined; NaN where a score is NaN or positively infinite, and of a user's
+        function that returns NaN.
 
     Raises:
         ConfigError: if a user's function fails or returns no number.

@@ -1,4 +1,4 @@
-"""Client-state store: above a limit of memory, the states unchanged for longest are moved to disk and loaded lazily."""
+"""Client-state store: above a limit of memory, the least recent states go to disk and load lazily."""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ _LISTS = ("speeds", "uplink", "downlink", "availability")
 class Devices:
     """What the clients' devices can do, in a simulation.
 
-    A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks`` is: of
-    100 clients and a list of two the first fifty get the first number. A table gives each client its own numbers.
+    A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks``
+    is: of 100 clients and a list of two the first fifty get the first number. A table gives each client its
+    own numbers.
 
     Attributes:
         flops_per_second: floating-point operations a second of a device with speed 1; None: computation takes
@@ -122,7 +123,7 @@ class DeviceClock:
         )
 
     def unavailable(self, round: int) -> set[int]:
-        """The clients that drop out of a round if they take part: by a draw that is the same for every method."""
+        """The clients that drop out of a round if they take part; the same draw for every method."""
         if all(a == 1 for a in self._available):
             return set()
         draws = torch.rand(self._clients, generator=(self._key / round).generator(), dtype=torch.float64)
@@ -148,8 +149,8 @@ class DeviceClock:
 class RoundTiming:
     """Measures a round by the simulated clock.
 
-    Without a deadline the round takes as long as its slowest participant. With one, replies after it are lost,
-    and the round ends at the deadline. The server need not wait for a client that drops out.
+    Without a deadline the round takes as long as its slowest participant. With one, replies after it are
+    lost, and the round ends at the deadline. The server need not wait for a client that drops out.
 
     Args:
         clock: of the clients.

@@ -42,8 +42,8 @@ def check_seal(table: Mapping[str, Any], name: object) -> None:
     """
     if table.get(KEY) != _content(table):
         raise CheckpointError(
-            f"{name} is damaged: its digest is {str(table.get(KEY))[:40]}, but its content has {_content(table)}. "
-            "Restore it from a copy."
+            f"{name} is damaged: its digest is {str(table.get(KEY))[:40]}, but its content has "
+            f"{_content(table)}. Restore it from a copy."
         )
 
 

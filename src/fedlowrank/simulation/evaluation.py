@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class Evaluation:
 class Evaluator:
     """Evaluates the models that clients would use now, those of clients that never took part included.
 
-    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples. Where
-    models differ but not their module of standard layers, each scores its own rows of them.
+    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples.
+    Where models differ but not their module of standard layers, each scores its own rows of them.
 
     Args:
         method: says how a client infers.
@@ -308,7 +309,7 @@ def _of_models(models: Sequence[tuple[LocalModel, Sequence[Any]]], scores: dict[
         return [v for model, clients in models for v in [value(model)] * len(clients)]
 
     routes = each(lambda model: model.routes)
-    sizes = {name: each(lambda model, n=name: model.count_parameters(n)) for name in scores}  # type: ignore[misc]
+    sizes = {name: each(methodcaller("count_parameters", name)) for name in scores}
     accuracy, risk = table(lambda of: of.accuracy), table(lambda of: of.risk)
     metrics = {name: metric(name) for name in next(iter(scores.values())).metrics}
     return Evaluation(accuracy, risk, None if None in routes else routes, sizes, metrics)
@@ -363,7 +364,7 @@ def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Ev
 
 
 def gather_evaluations(found: Sequence[ClientEvaluation | None]) -> Evaluation:
-    """The evaluations of all clients in the order of their identifiers, None for a client that is not heard of.
+    """The evaluations of all clients by identifier, None for a client that did not report.
 
     Raises:
         ValueError: if none is.
@@ -391,7 +392,7 @@ def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
 
 
 def rounded(risk: Accuracy) -> Accuracy:
-    """Losses or metrics to six significant digits: float32 has seven, and the others would fill half of a record's line."""
+    """Losses or metrics to six significant digits, of float32's seven: records stay small."""
 
     def short(row: list[float | None]) -> list[float | None]:
         return [value if value is None else float(f"{value:.6g}") for value in row]

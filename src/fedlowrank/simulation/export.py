@@ -113,7 +113,8 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weig
         raise ConfigError(f"{run.method.title} has no series {name!r}. {did_you_mean(name, made.predictors)}")
     if name not in made.parts and name != headline:
         raise ConfigError(
-            f"{run.method.title} does not say what its series {name!r} is made of; only {headline!r} can be exported"
+            f"{run.method.title} does not say what its series {name!r} is made of; only {headline!r} can be "
+            "exported"
         )
     if name in made.parts:
         return made.model, made.parts[name]
@@ -123,8 +124,9 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weig
         whole, inferred = made.model.apply(params, some), made.predictors[name](some)
     if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
         raise ConfigError(
-            f"{run.method.title} infers by more than one model at client {client} (an ensemble or a mixture of outputs), so no "
-            "single module can be exported for it. Ensemble with mixed = 'weights' and FLoRAL infer by one."
+            f"{run.method.title} infers by more than one model at client {client} (an ensemble or a mixture "
+            "of outputs), so no single module can be exported for it. Ensemble with mixed = 'weights' and "
+            "FLoRAL infer by one."
         )
     return made.model, ({**params},)
 

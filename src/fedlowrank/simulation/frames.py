@@ -35,9 +35,10 @@ def client_frame(
         last: keep only the last evaluated round.
 
     Returns:
-        Columns round, client, unseen, hostile, series, split, accuracy, loss and one for each further metric. NaN
-        where a client has no example in a split or a metric is not defined; infinite where the result of a model
-        that diverged is not finite. Clients that were not evaluated (``evaluate_clients``) have no row.
+        Columns round, client, unseen, hostile, series, split, accuracy, loss and one for each further metric.
+        NaN where a client has no example in a split or a metric is not defined; infinite where the result of
+        a model that diverged is not finite. Clients that were not evaluated (``evaluate_clients``) have no
+        row.
     """
     evaluated = [record for record in records if record.accuracy is not None]
     evaluated = evaluated[-1:] if last else evaluated
@@ -78,10 +79,10 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
     """One row for each round, the one before training included.
 
     Returns:
-        Columns round, participants and lost (numbers of clients), the fields bytes_up, bytes_down, parameters_up,
-        parameters_down, steps and flops of :class:`.records.RoundRecord`, ``seconds_train``, ``seconds_server``
-        and ``seconds_evaluate``, and ``loss_PASS``, the mean training loss of each pass of the method; with a
-        simulated clock ``simulated_seconds``.
+        Columns round, participants and lost (numbers of clients), the fields bytes_up, bytes_down,
+        parameters_up, parameters_down, steps and flops of :class:`.records.RoundRecord`, ``seconds_train``,
+        ``seconds_server`` and ``seconds_evaluate``, and ``loss_PASS``, the mean training loss of each pass of
+        the method; with a simulated clock ``simulated_seconds``.
     """
     rows = []
     for record in records:
@@ -104,9 +105,10 @@ def load_runs(folder: str | Path, *, last: bool = False) -> pd.DataFrame:
         last: keep only the last evaluated round of each run.
 
     Returns:
-        One row for each run, evaluated round, client, series and split. First come columns of the run: ``run``
-        (its path below ``folder``), ``experiment``, ``method``, ``seed`` and one for each varied field, such as
-        ``partition.alpha`` (None where a run does not vary it). Then come those of :meth:`.result.Result.to_frame`.
+        One row for each run, evaluated round, client, series and split. First come columns of the run:
+        ``run`` (its path below ``folder``), ``experiment``, ``method``, ``seed`` and one for each varied
+        field, such as ``partition.alpha`` (None where a run does not vary it). Then come those of
+        :meth:`.result.Result.to_frame`.
 
     Raises:
         CheckpointError: if there is no run, or one cannot be read.

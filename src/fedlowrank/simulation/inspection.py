@@ -1,4 +1,4 @@
-"""What needs the uploads of a round's clients together: attacks, and rules that weigh or bound single replies."""
+"""What needs all uploads of a round together: attacks, and rules that weigh or bound single replies."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ class Inspection:
                 )
             except tree.TreeError as error:
                 raise TaskError(
-                    f"robust.rule = {rule!r} compares updates, and those of {self.method.title} differ in form: {error}. "
-                    "Choose norm_bound."
+                    f"robust.rule = {rule!r} compares updates, and those of {self.method.title} differ in "
+                    f"form: {error}. Choose norm_bound."
                 ) from error
             if rule == "geometric_median":
                 found = geometric_median_weights(products, self._counts(infos, list(uploads)))
@@ -215,7 +215,7 @@ class Inspection:
 
 
 def averages_factors(contribution: Any) -> bool:
-    """Whether the server averages factors and not their products; then (cB, A/c) is another reply than (B, A)."""
+    """Whether the server averages factors, not products; then (cB, A/c) is another reply than (B, A)."""
 
     def holds(value: Any) -> bool:
         if products_of(value):
@@ -239,7 +239,7 @@ def aggregator_of(
 
 
 def reweighted(contribution: Any, weight: float, count: int) -> Any:
-    """A contribution whose means weigh ``weight`` times what they do, and whose sums count ``count * weight`` times.
+    """A contribution whose means weigh ``weight`` times as much, and sums ``count * weight`` times.
 
     Args:
         contribution: of a client.

@@ -47,7 +47,7 @@ class LocalModel:
 
     @property
     def identity(self) -> Any:
-        """Equal for clients whose models are the same tensors in the same module; None if a function gives them."""
+        """Equal for clients with the same tensors in the same module; None if a function gives them."""
         made = self.client_model
         # what a function computes lies in other memory each time
         if any(callable(of) for of in made.series.values()) or (callable(made.params) and not made.series):
@@ -71,7 +71,7 @@ class LocalModel:
 
     @property
     def routes(self) -> list[float] | None:
-        """Share of each cluster, to four digits (all of a float would make the records of many clients large)."""
+        """Share of each cluster, rounded to four digits so that records of many clients stay small."""
         shares = self.client_model.routes
         return None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
 

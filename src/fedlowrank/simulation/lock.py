@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from ..core.errors import CheckpointError
 
 LOCK = "lock"
-"""The file of a folder that is locked. It holds which process has the lock, and nothing once that has released it."""
+"""The locked file of a folder. It holds which process has the lock, and is empty after its release."""
 
 
 class FolderInUseError(CheckpointError):
@@ -60,7 +60,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(path: Path) -> Iterator[None]:
-    """Keeps in a file which process this is. Failing to, as on a full disk, is no error: others then see no number."""
+    """Store in a file which process this is. No error if it fails, as on a full disk."""
     # by number and not by name, for the folder may be renamed meanwhile
     handle = None
     with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def _noted(path: Path) -> Iterator[None]:
 
 
 def identify(pid: int) -> dict[str, Any]:
-    """What tells a living process from all others, of this and other machines, that had or will have its number."""
+    """What identifies a living process among all, of any machine, that had or will have its number."""
     return {
         "pid": pid,
         "started": psutil.Process(pid).create_time(),
@@ -108,7 +108,7 @@ def is_alive(identity: dict[str, Any]) -> bool:
 
 
 def read_holder(folder: Path) -> dict[str, Any]:
-    """Which process has the lock of a folder, as :func:`identify` describes it; empty if none. It may have been killed."""
+    """The process that has or had the lock, as :func:`identify` describes it; empty if none."""
     try:
         found = json.loads((folder / LOCK).read_text())
     except (OSError, ValueError, RecursionError):

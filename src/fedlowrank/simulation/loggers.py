@@ -11,9 +11,10 @@ import json
 import logging
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import write_json
@@ -22,8 +23,12 @@ from .progress import run_label
 from .records import RoundRecord
 from .scalars import scalars
 
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""The module that each of ``run.log`` needs."""
+MODULES = {
+    "tensorboard": ("TensorBoard", "torch.utils.tensorboard"),
+    "wandb": ("Weights & Biases", "wandb"),
+    "mlflow": ("MLflow", "mlflow"),
+}
+"""Title and module of each of ``run.log``."""
 
 IDENTIFIERS = "logging.json"
 """File in a run folder: the identifiers by which Weights & Biases and MLflow know the run."""
@@ -35,13 +40,13 @@ def import_logger(name: str) -> Any:
     Raises:
         ConfigError: if it is not installed; the message is the command that installs it.
     """
+    title, path = MODULES[name]
     try:
         with warnings.catch_warnings():
             # these libraries' own use of their dependencies
             warnings.simplefilter("ignore")
-            module = importlib.import_module(MODULES[name])
+            module = importlib.import_module(path)
     except ImportError as error:
-        title = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow"}[name]
         raise ConfigError(
             f"{title} is not installed ({error}). Install it with: pip install 'fedlowrank[{name}]'"
         ) from error
@@ -86,7 +91,7 @@ def summary_writer(folder: Path, **options: Any) -> Any:
         return module.SummaryWriter(log_dir=str(folder), **options)
 
 
-class Logger(Callback):
+class Logger(Callback, ABC):
     """Base of loggers: writes the numbers of each round, and after a resume those that are missing.
 
     Args:
@@ -95,7 +100,7 @@ class Logger(Callback):
         clients: contents of ``clients.json``.
     """
 
-    name = ""
+    name: ClassVar[str]
 
     def __init__(self, folder: Path, config: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
         self.folder, self.config, self.clients = folder, config, clients
@@ -121,13 +126,17 @@ class Logger(Callback):
         """Write the numbers of a round."""
         self.write(self._scalars(record), record.round)
 
+    @abstractmethod
     def open(self, rounds: Sequence[int]) -> Collection[int]:
         """Open the target of a run that has those rounds; returns the ones that it lacks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, values: Mapping[str, float], round: int) -> None:
         """Write numbers by tag."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def on_run_end(self, finished: bool) -> None:
+        """Close the target, if it was opened."""
 
     def _scalars(self, record: RoundRecord) -> dict[str, float]:
         values = scalars(record, self.clients, self._bytes)
@@ -248,7 +257,7 @@ class MlflowLogger(Logger):
         self._client.log_batch(self._id, metrics=metrics)
 
     def on_run_end(self, finished: bool) -> None:
-        """Say how the run ended."""
+        """Set the status of the run."""
         if hasattr(self, "_id"):
             self._client.set_terminated(self._id, status="FINISHED" if finished else "FAILED")
 

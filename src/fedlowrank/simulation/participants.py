@@ -19,7 +19,8 @@ class Participants:
         clients: of the federation.
         settings: of the run.
         key: of the federation.
-        secret: draw from the operating system, for privacy is amplified only by draws that no client can foresee.
+        secret: draw from the operating system, for privacy is amplified only by draws that no client can
+            foresee.
 
     Attributes:
         unseen: identifiers of clients that never train.
@@ -44,7 +45,7 @@ class Participants:
         self.expected = float(self.sampling.count or len(self.seen) * self._share)
 
     def draw(self, round: int) -> list[int]:
-        """The clients of a round, in the order of their identifiers; with Poisson sampling there may be none."""
+        """The clients of a round, by identifier; with Poisson sampling there may be none."""
         if not self._secret:
             return self._drawn((self._key / round).generator())
         if self._last[0] != round:

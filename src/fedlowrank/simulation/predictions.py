@@ -30,8 +30,8 @@ def predict(run: Run, client: int, inputs: Any = None, series: str | None = None
     Args:
         run: where it stands now.
         client: its identifier.
-        inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by default
-            the client's own test examples.
+        inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by
+            default the client's own test examples.
         series: which of the method's models; by default its headline.
 
     Returns:
@@ -59,9 +59,10 @@ def predictions(
         series: which of the method's models; by default its headline.
 
     Returns:
-        Columns client, example (counted from 0 in that split of the client), label, prediction (both as numbers of
-        classes), correct, and probability, which the model gives to its prediction. Of a regression: target,
-        prediction and error, their difference; of several targets ``target_0``, ``prediction_0``, ``error_0``, ...
+        Columns client, example (counted from 0 in that split of the client), label, prediction (both as
+        numbers of classes), correct, and probability, which the model gives to its prediction. Of a
+        regression: target, prediction and error, their difference; of several targets ``target_0``,
+        ``prediction_0``, ``error_0``, ...
 
     Raises:
         ConfigError: if there is no such client, split or series, or the run is of a language model.
@@ -91,7 +92,8 @@ def confusion(
         series: which of the method's models; by default its headline.
 
     Returns:
-        Numbers of examples ``[classes, classes]``, a row for each label and a column for each prediction, by name.
+        Numbers of examples ``[classes, classes]``, a row for each label and a column for each prediction, by
+        name.
 
     Raises:
         ConfigError: as :func:`predictions`, or if there are no classes.
@@ -110,8 +112,8 @@ def confusion(
 def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Tensor:
     if examples.tokens:
         raise ConfigError(
-            "language models have a score for each token and not for each example, so there are no predictions of "
-            "them; `fedlowrank score` and `fedlowrank adapters` use their models"
+            "language models have a score for each token and not for each example, so there are no "
+            "predictions of them; `fedlowrank score` and `fedlowrank adapters` use their models"
         )
     made = run.local_model(run.federation.infos[client])
     with torch.inference_mode(), _random_numbers(made, examples):

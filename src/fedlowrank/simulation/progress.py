@@ -49,7 +49,7 @@ def tell(text: str) -> None:
 
 @contextmanager
 def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecord], None]]:
-    """A bar over the rounds of one run, with the mean test accuracy beside it, of a regression the mean test loss.
+    """A bar over the rounds of one run, with the mean test accuracy, or of a regression the test loss.
 
     In Jupyter it is a widget. Where the error stream is no terminal, it is a plain line every 30 seconds and
     after the last round.
@@ -107,7 +107,7 @@ def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
 
 
 def describe_record(record: RoundRecord) -> str:
-    """The mean test accuracy or test loss of a record and the privacy spent, as text; empty without evaluation."""
+    """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
     right, lost = (_mean_test(kind) for kind in (record.accuracy, record.risk))
     spent = record.observed.get("privacy")
     private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"

@@ -36,10 +36,10 @@ from .lock import is_alive, read_holder
 FORMAT = 1
 
 METRICS = "metrics.jsonl.gz"
-"""Name of the file of records. Every line is a gzip member of its own, so that a line is appended by one write."""
+"""Name of the file of records. Every line is a gzip member of its own, appended by one write."""
 
 Accuracy = dict[str, dict[str, list[float | None]]]
-"""``accuracy[series][split][i]``: of client i, in [0, 1]; None where the client has no example in that split, or no classes."""
+"""``accuracy[series][split][i]``: of client i, in [0, 1]; None without examples or classes."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class RoundRecord:
         risk: the mean loss of every client's model on its own examples, in the same form, to six significant
             digits; a loss in float32 has seven.
         simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
-        metrics: those of ``run.metrics`` by name, each in the same form, to six significant digits; None for a
-            client where a metric is not defined. None as a whole without such metrics or evaluation.
+        metrics: those of ``run.metrics`` by name, each in the same form, to six significant digits; None for
+            a client where a metric is not defined. None as a whole without such metrics or evaluation.
         routes: of every client its share of each cluster; None if the method has no clusters, or without
             evaluation.
         parameters: of each series, how many numbers the model of each client takes
@@ -146,7 +146,7 @@ class RoundRecord:
         return fields
 
     def validation(self) -> float | None:
-        """Mean over clients of the headline's validation accuracy, of a regression minus its loss; None if not evaluated."""
+        """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated."""
         for measured, sign in ((self.accuracy, 1.0), (self.risk, -1.0)):
             values = [v for v in next(iter((measured or {}).values()), {}).get("val", []) if v is not None]
             if values:
@@ -200,7 +200,7 @@ class RunRecord:
         return cls(folder, config, clients, rounds, status)
 
     def representations(self) -> dict[str, Tensor] | None:
-        """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
+        """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them."""
         path = self.folder / "representations.safetensors"
         return safetensors.torch.load_file(path) if path.is_file() else None
 
@@ -236,7 +236,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def believed(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
-    """The status of a run folder, corrected where it says running although the process that wrote it is gone."""
+    """The status of a run folder; not running if the process that wrote it is gone."""
     if status.get("state") != "running" or is_alive(read_holder(folder)):
         return status
     why = "its process ended without a word: it was killed, or the disk was full"

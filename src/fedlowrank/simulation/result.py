@@ -52,8 +52,8 @@ class Result:
     def to_frame(self, *, last: bool = False) -> pd.DataFrame:
         """Results of every client as a table, one row for each evaluated round, client, series and split.
 
-        Columns: round, client, unseen (never trains), hostile, series, split, accuracy, loss and one for each of
-        ``metrics``; see :func:`.frames.client_frame`.
+        Columns: round, client, unseen (never trains), hostile, series, split, accuracy, loss and one for each
+        of ``metrics``; see :func:`.frames.client_frame`.
 
         Args:
             last: keep only the last evaluated round.
@@ -64,13 +64,13 @@ class Result:
         return client_frame(self.rounds, len(infos), draws.unseen, self.run.hostile, last=last)
 
     def rounds_frame(self) -> pd.DataFrame:
-        """What each round cost as a table, one row a round: bytes, operations, seconds; see :func:`.frames.rounds_frame`."""
+        """What each round cost: bytes, operations, seconds; see :func:`.frames.rounds_frame`."""
         from .frames import rounds_frame
 
         return rounds_frame(self.rounds)
 
     def predict(self, client: int, inputs: Any = None, series: str | None = None) -> Tensor:
-        """Scores of a client's model on inputs, or on its own test examples; see :func:`.predictions.predict`."""
+        """Scores of a client's model, by default on its test examples; see :func:`.predictions.predict`."""
         from .predictions import predict
 
         return predict(self.run, client, inputs, series)
@@ -78,7 +78,7 @@ class Result:
     def predictions(
         self, client: int | None = None, split: str = "test", series: str | None = None
     ) -> pd.DataFrame:
-        """Label, prediction and probability of each example, of one client or all; see :func:`.predictions.predictions`."""
+        """Label, prediction and probability of each example; see :func:`.predictions.predictions`."""
         from .predictions import predictions
 
         return predictions(self.run, client, split, series)
@@ -92,7 +92,7 @@ class Result:
         return confusion(self.run, client, split, series)
 
     def deploy(self, client: int, series: str | None = None, layout: Layout = "small") -> nn.Module:
-        """The model that a client infers by, as a plain module with factored layers; see :func:`.export.export`."""
+        """The model that a client infers by, a module with factored layers; see :func:`.export.export`."""
         return export(self.run, client, series, layout)
 
     def personal(self, client: int) -> Params:

@@ -23,7 +23,7 @@ BATCH = 256
 
 
 SMALL = 1 << 20
-"""Bytes of a tensor up to which it lies among others in memory; the system gives larger ones pages of their own."""
+"""Bytes of a tensor up to which it shares memory pages; the system gives larger ones their own."""
 
 
 def _compacted(t: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _compacted(t: Tensor) -> Tensor:
 
 
 class Clock:
-    """Seconds spent by name. Timed blocks may be nested; the time of an inner block is not counted to the outer one."""
+    """Seconds spent by name. The time of a nested block is not counted to the outer one."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = {}
@@ -68,7 +68,7 @@ class RefusedError(Exception):
 
 
 class RoundResults:
-    """Collects the results of a round's clients as they come and adds their contributions. Peak memory: one upload.
+    """Collects client results as they come and adds their contributions. Peak memory: one upload.
 
     Args:
         clients: who takes part.

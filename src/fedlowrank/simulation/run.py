@@ -85,7 +85,7 @@ class Run:
     """Whether a round's evaluation is known only after the next round, by :meth:`late`."""
 
     is_deployed: ClassVar[bool] = False
-    """Whether the clients are other parties, who must not know what noise is drawn."""
+    """Whether the clients are on other machines, which must not know what noise is drawn."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class Run:
         count = round(self.draws.expected)
         if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):
             raise ConfigError(
-                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and {count} clients are "
-                "drawn; raise run.participation or lower robust.hostile"
+                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and "
+                f"{count} clients are drawn; raise run.participation or lower robust.hostile"
             )
         form = self.federation.clients[0].train
         metrics = choose_metrics(settings.metrics, form, self.task.classes)
@@ -171,7 +171,7 @@ class Run:
         return self.engine.boundary(self.method.client_init(self.task, info))
 
     def personal(self, info: ClientInfo) -> Params:
-        """Parameters of the whole model that a client would use now, with its statistics of batch normalizations."""
+        """Parameters of the whole model that a client would use now, with its batch statistics."""
         return self.local_model(info).personal()
 
     def local_model(self, info: ClientInfo) -> LocalModel:
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no round left: all are done, the run was stopped, or the privacy budget allows none more."""
+        """Whether no round remains: all are done, the run was stopped, or the privacy budget is spent."""
         if self.stopped or self.round >= self.settings.rounds:
             return True
         return self.budget is not None and not self.budget.allowed(self.draws.seen, self.round)
@@ -363,7 +363,7 @@ class Run:
         return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated)
 
     def late(self) -> Evaluation | None:
-        """The evaluation of the last round but one, where :meth:`evaluation` did not know it; None if there is none."""
+        """The evaluation of the last round but one, if :meth:`evaluation` did not know it; else None."""
         return None
 
     def finish(self) -> None:

@@ -29,10 +29,11 @@ from .stored_settings import add_defaults
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes", "remarks",
-    "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
-    "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks", "run.log",
+    "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters",
+    "run.keep_best", "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks",
+    "run.log",
 )  # fmt: skip
-"""Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
+"""Parts of the configuration that do not change results, or restate other parts."""
 
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
@@ -164,7 +165,7 @@ class RunFolder:
         write_json(self.path / "run.json", self.config)
 
     def is_due(self, round: int, settings: RunSettings) -> bool:
-        """Whether a checkpoint is to be written after a round: the first, the last, and those in between by the settings."""
+        """Whether a checkpoint follows a round: the first, the last, and those by the settings."""
         if round == settings.rounds:
             return True
         if settings.checkpoint_every is not None:
@@ -295,8 +296,9 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
         return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *more]
     if not method.uses_rounds:
         return more
-    why = f"{method.title} plans its rounds by how many there are, so {before} of {after} are others than {before} of {before}"
-    return [f"run.rounds was {before} and is {after}; {why}", *more]
+    why = f"{method.title} plans its rounds by how many there are"
+    others = f"{before} of {after} are others than {before} of {before}"
+    return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
 
 
 def _rounds(config: Any) -> Any:

@@ -65,8 +65,9 @@ def _recovery(
 def score_recovery(routes: NDArray[np.float64], truth: Sequence[int | None]) -> float:
     """Adjusted Rand index of the clients' largest shares against their true clusters, None if unknown.
 
-    ``routes`` are shares ``[clients, clusters]``; of several largest ones the first counts. The index is 1 for
-    the same clusters, about 0 for random ones, and NaN if no client has a known cluster and finite shares.
+    ``routes`` are shares ``[clients, clusters]``; of several largest ones the first counts. The index is 1
+    for the same clusters, about 0 for random ones, and NaN if no client has a known cluster and finite
+    shares.
     """
     from sklearn.metrics import adjusted_rand_score  # slow to import
 

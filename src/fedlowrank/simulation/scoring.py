@@ -23,7 +23,7 @@ AT_ONCE = 4096
 """Examples whose losses are computed in one call."""
 
 SMALL = 1024
-"""Numbers of an input up to which twice as many examples are scored at once: calls of layers take less of the time."""
+"""Numbers of an input up to which twice as many examples are scored at once: fewer calls of layers."""
 
 FEW = 16
 """Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
@@ -44,7 +44,7 @@ class Pool:
         self.lengths = [len(part) for part in parts]
         self.regression = parts[0].regression
         self.passes = [part for part in parts if len(part)] if whole is None else [whole]
-        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]
+        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
 
 
 def concatenate(parts: Sequence[Examples]) -> Pool | None:
@@ -73,7 +73,7 @@ class Scores:
 
 
 def measure(predict: Predictor, pool: Pool, metrics: Mapping[str, Metric] | None = None) -> Scores:
-    """Accuracy and mean loss of a predictor on each set of a pool; of language models, over the tokens that count.
+    """Accuracy and mean loss of a predictor on each set of a pool; of language models over tokens.
 
     ``metrics`` are further ones by name, each computed from all scores of a set.
     """
@@ -162,7 +162,7 @@ def _batches(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Iterato
 
 
 def _table(scores: Tensor, batch: Batch) -> Tensor:
-    """For each example whether it is right, its loss and its weight ``[n, 3]``; for texts sums over tokens."""
+    """Whether each example is right, its loss and its weight ``[n, 3]``; for texts sums over tokens."""
     lost, weights = _pointwise_loss(scores, batch.y), batch.weights
     if weights is None:
         weights = torch.ones_like(lost)
@@ -177,7 +177,7 @@ def _table(scores: Tensor, batch: Batch) -> Tensor:
 
 
 def _pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
-    """The loss of each example; of few classes the softmax is faster where the examples of a class are adjacent."""
+    """The loss of each example; with few classes softmax is faster over adjacent scores of a class."""
     if y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
         return pointwise_loss(scores, y)
     by_class = scores.t().contiguous()

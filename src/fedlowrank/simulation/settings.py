@@ -25,14 +25,14 @@ class RunSettings:
     Attributes:
         rounds: T, rounds of communication.
         participation: C, share of the clients that take part in a round, in (0, 1].
-        sampling: fixed draws the same number of clients every round; poisson draws every client by itself with
-            probability C, as differential privacy counts best, so that a round may have none.
+        sampling: fixed draws the same number of clients every round; poisson draws every client by itself
+            with probability C, as differential privacy counts best, so that a round may have none.
         unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
             others, by whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
-        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); ray (one worker
-            a core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every message
-            through bytes); or flower (Flower's simulation, of an experiment file).
+        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); ray (one
+            worker a core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every
+            message through bytes); or flower (Flower's simulation, of an experiment file).
         device: cpu, or cuda where torch finds one.
         pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
             every step; data that are no images of at most 256 values a channel stay float32, and the run says
@@ -131,15 +131,16 @@ class RunSettings:
         # Python code passes a list
         object.__setattr__(self, "metrics", check_names(self.metrics))
         counts = (
-            "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints", "patience",
+            "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",
+            "patience",
         )  # fmt: skip
         for name in counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.engine == "vectorized"):
             raise ConfigError(
-                f"run.micro_batch must be >= 1, and clients at once (engine 'vectorized') take batches whole; it is "
-                f"{self.micro_batch} with engine {self.engine!r}"
+                "run.micro_batch must be >= 1, and clients at once (engine 'vectorized') take batches "
+                f"whole; it is {self.micro_batch} with engine {self.engine!r}"
             )
         if self.client_memory is not None and self.client_memory < 0:
             raise ConfigError(f"run.client_memory is a number of MiB, at least 0; it is {self.client_memory}")
@@ -188,7 +189,8 @@ def _check_device(device: str) -> None:
             else "nvidia-smi shows whether the driver works"
         )
         raise ConfigError(
-            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set run.device=cpu."
+            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set "
+            "run.device=cpu."
         )
     if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):
         raise ConfigError(

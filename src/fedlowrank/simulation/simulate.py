@@ -51,8 +51,8 @@ def simulate(
             :class:`.callbacks.EarlyStopping` and :class:`.callbacks.Callback`.
         config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name``
             and ``title`` tells apart runs of one method with other settings.
-        **settings: fields of :class:`fedlowrank.simulation.settings.RunSettings`: ``rounds=50, participation=0.1,
-            ...``.
+        **settings: fields of :class:`fedlowrank.simulation.settings.RunSettings`:
+            ``rounds=50, participation=0.1, ...``.
 
     Returns:
         The last state and the records of all rounds.
@@ -108,7 +108,8 @@ def _check_types(method: Any, federation: Any) -> None:
         raise ConfigError(f"simulate needs a method or the name of one, not a {type(method).__name__}")
     if not isinstance(federation, Federation):
         raise ConfigError(
-            f"simulate needs a federation, such as Federation.from_arrays makes, not a {type(federation).__name__}"
+            "simulate needs a federation, such as Federation.from_arrays makes, not a "
+            f"{type(federation).__name__}"
         )
 
 
@@ -120,7 +121,7 @@ def reopen(
     config: Mapping[str, Any],
     which: str = "checkpoint",
 ) -> Run:
-    """A run as a checkpoint of its folder has it, to look at or to export from; nothing is trained or written.
+    """A run as a checkpoint of its folder has it, to look at or export; nothing is trained or written.
 
     Args:
         method: of the run.

@@ -1,13 +1,14 @@
 """How long a federated round takes here, against the same SGD steps in plain PyTorch.
 
-100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The *floor loop* takes as many
-steps and does nothing else: batches are made beforehand, one ``torch.optim.SGD`` serves all clients, weights are
-neither copied nor averaged. The *user's loop* is federated averaging as a user writes it: a deep copy of the model and
-a new optimizer for each client, batches by random indices, the mean of the weights. All arms run in one process, in an
-order that turns from round to round; a figure is the median over rounds of the ratio of an arm's time to the floor
-loop's in the same round.
+100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The *floor loop* takes
+as many steps and does nothing else: batches are made beforehand, one ``torch.optim.SGD`` serves all clients,
+weights are neither copied nor averaged. The *user's loop* is federated averaging as a user writes it: a deep
+copy of the model and a new optimizer for each client, batches by random indices, the mean of the weights. All
+arms run in one process, in an order that turns from round to round; a figure is the median over rounds of the
+ratio of an arm's time to the floor loop's in the same round.
 
-:func:`time_defaults` measures what the default settings add to the rounds: a run folder, evaluation and checkpoints.
+:func:`time_defaults` measures what the default settings add to the rounds: a run folder, evaluation and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ class Timing:
     arms: dict[str, Arm] = field(default_factory=dict)
 
 
+def _round_of(run: Run) -> Callable[[int], object]:
+    """A function that goes through the next round, whichever it is."""
+    return lambda _: run.step()
+
+
 def time_rounds(
     name: str,
     engines: Sequence[str],
@@ -180,7 +186,7 @@ def time_rounds(
         work: dict[str, Callable[[int], object]] = {
             "": lambda t: floor.round(first.participants(t)),
             USER: lambda t: user.round(first.participants(t)),
-            **{e: lambda _, run=run: run.step() for e, run in runs.items()},  # type: ignore[misc]
+            **{engine: _round_of(run) for engine, run in runs.items()},
         }
         timing.arms = {name: Arm() for name in work if name}
         names = list(work)
@@ -201,7 +207,7 @@ def time_rounds(
 
 
 class FloorLoop:
-    """As many steps as a round has, and nothing else: batches made beforehand, one optimizer, nothing federated.
+    """As many steps as a round has and nothing else: one optimizer, ready batches, nothing federated.
 
     Attributes:
         batches: of each client.
@@ -345,4 +351,5 @@ def machine() -> str:
         ]
         model = names[0] if names else model
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"{model}, {cores()} cores{load}; torch {torch.__version__}; one thread makes {gemm_peak():.0f} GFLOP/s in a product"
+    peak = f"one thread makes {gemm_peak():.0f} GFLOP/s in a product"
+    return f"{model}, {cores()} cores{load}; torch {torch.__version__}; {peak}"

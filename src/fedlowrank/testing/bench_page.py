@@ -60,17 +60,17 @@ def page(command: str, title: str, timings: Sequence[Timing], defaults: Sequence
 
 {markdown(HEAD, rows(timings))}
 
-- *Floor loop*: as many steps of `torch.optim.SGD` on batches that were made beforehand, one optimizer for all clients;
-  no weights are copied or averaged.
-- *{USER.capitalize()}*: federated averaging in plain PyTorch: a deep copy of the model and a new optimizer for each
-  client, batches by random indices, the mean of the weights.
-- *Engines*: whole rounds of `fedlowrank`: sampling, copies, training, counting of bytes and FLOPs, the server's mean.
-  What the processes of the engine `processes` spend is not in its parent's CPU time.
+- *Floor loop*: as many steps of `torch.optim.SGD` on batches that were made beforehand, one optimizer for all
+  clients; no weights are copied or averaged.
+- *{USER.capitalize()}*: federated averaging in plain PyTorch: a deep copy of the model and a new optimizer
+  for each client, batches by random indices, the mean of the weights.
+- *Engines*: whole rounds of `fedlowrank`: sampling, copies, training, counting of bytes and FLOPs, the
+  server's mean. What the processes of the engine `processes` spend is not in its parent's CPU time.
 
 ## Default settings
 
-Whole runs, 14 times as long, with a run folder, evaluation and checkpoints at their defaults, against the same rounds
-without; median and extremes.
+Whole runs, 14 times as long, with a run folder, evaluation and checkpoints at their defaults, against the
+same rounds without; median and extremes.
 
 {markdown(DEFAULTS_HEAD, defaults_rows(defaults))}
 

@@ -1,4 +1,4 @@
-"""The battery that every method passes, for one's own methods too."""
+"""The battery that every method passes; users run it on their own methods."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_method(method: AnyMethod) -> list[Finding]:
     for name, test in _CHECKS.items():
         try:
             detail = test(at)
-        except Exception as error:  # noqa: BLE001 - a third party's method may raise anything; the finding reports it
+        except Exception as error:  # noqa: BLE001 - a user's method may raise anything
             last = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
         found.append(Finding(name, detail is None, detail or ""))
@@ -260,8 +260,7 @@ def _still(at: Trajectory) -> str | None:
         for f in dataclasses.fields(method)
         if hasattr(value := getattr(method, f.name), "learning_rate")
     }
-    # a penalty goes on acting when nobody learns; a method says which of its settings to put aside for this
-    # check
+    # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
     still = dataclasses.replace(method, **changed, **type(method).at_rest)
     run = _UnevaluatedRun(still, federation(method.heterogeneous), RunSettings(rounds=ROUNDS), Sequential())
     first = {i.id: run.personal(i) for i in run.federation.infos}
@@ -355,7 +354,8 @@ def _adds_up(at: Trajectory) -> str | None:
             with torch.inference_mode():
                 whole = made.model.apply(sum_parts(parts, made.model.initial), x)
                 if not torch.allclose(whole, predictors[name](x), rtol=1e-4, atol=1e-5):
-                    return f"the parts of series {name!r} do not add up to the model that client {info.id} infers by"
+                    model = f"the model that client {info.id} infers by"
+                    return f"the parts of series {name!r} do not add up to {model}"
     return None
 
 

@@ -21,7 +21,7 @@ _EMPTY = object()
 
 
 def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ...] = ()) -> Any:
-    """What a function computes, or the value of something that it captured; hashable if ``other`` gives what is hashable.
+    """The value of a function or of what it captured; hashable if ``other`` returns hashable values.
 
     Args:
         value: a function, or what it captured.
@@ -42,7 +42,7 @@ def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ..
 
 
 def code_of(function: Any) -> Any:
-    """Identity of a function's code and of the numbers and words that it captured; equal at different clients."""
+    """Identity of a function's code and of its captured numbers and words; equal at different clients."""
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", function), tuple(
         [v for v in captured_by(function) or () if is_plain(v)]
@@ -55,7 +55,7 @@ def is_plain(value: Any) -> bool:
 
 
 def captured_by(value: Any) -> list[Any] | None:
-    """What a function, a method, a list, a mapping or settings that are frozen are made of; None for anything else."""
+    """Parts of a function, a method, a list, a mapping or frozen settings; None for anything else."""
     if isinstance(value, FunctionType):
         captured = [_content(c) for c in value.__closure__ or ()]
         around = value.__globals__

@@ -1,7 +1,7 @@
 """One pass of a cohort: the tensors of its clients stacked over a leading axis, their steps taken together.
 
-A method's functions are called with stacked tensors (:mod:`.stacked`), whose rules compute for all clients what
-the functions compute for one. What has no rule, or gives another result than for a client alone, raises
+A method's functions are called with stacked tensors (:mod:`.stacked`), whose rules compute for all clients
+what the functions compute for one. What has no rule, or gives another result than for a client alone, raises
 :class:`UnsupportedError`; the engine then trains one client after another.
 """
 
@@ -81,7 +81,7 @@ class Stack(Work):
         return refill(self.request.start, self._all[0])
 
     def narrow(self, clients: int) -> None:
-        """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
+        """Go on with the first clients alone; their parameters are leaves that share the memory of all."""
         params, constants, center, linear = self._all
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
@@ -140,8 +140,8 @@ class Stack(Work):
     def _compare_loss(self, batch: Batch) -> None:
         """Compare the loss and the gradient of the first and the last client with those of each alone.
 
-        What they cannot agree in is a loss that mixes the examples of a batch, or a constant tensor that looks
-        like rows.
+        What they cannot agree in is a loss that mixes the examples of a batch, or a constant tensor that
+        looks like rows.
         """
         value = self._loss_by_rows(refill(self.now, [stack(p) for p in self.params]), batch)
         grads = self.gradient(value)
@@ -179,10 +179,10 @@ class Stack(Work):
 
 @contextlib.contextmanager
 def _unsupported() -> Iterator[None]:
-    """Turn every error into :class:`UnsupportedError`; the function's own comes out again for a client alone."""
+    """Turn every error into :class:`UnsupportedError`; a client alone raises the function's own."""
     try:
         yield
-    except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+    except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
         raise
     except Exception as error:
         raise UnsupportedError(f"{type(error).__name__}: {error}") from error

@@ -24,7 +24,7 @@ class BufferPool:
         self._buffers: dict[Any, Tensor] = {}
 
     def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
-        """An uninitialized buffer of the type of a tensor; overwrites the buffer of that purpose that was returned before."""
+        """An uninitialized buffer of a tensor's type; it overwrites the last buffer of that purpose."""
         key = purpose, t.dtype, t.device
         if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
             self._buffers[key] = t.new_empty(math.prod(shape))
@@ -35,8 +35,8 @@ class Feed:
     """The batches of clients, step by step.
 
     Where all clients' examples are rows of one tensor, a batch of all clients is one selection of rows, whose
-    places are found for the whole pass at once. Else each client's rows are copied once, into a reused buffer.
-    A batch is valid until the next one is requested.
+    places are found for the whole pass at once. Else each client's rows are copied once, into a reused
+    buffer. A batch is valid until the next one is requested.
 
     Args:
         data: of the clients.
@@ -107,16 +107,23 @@ class _SharedRows:
         x = channels_last(self.decode(self.inputs.index_select(0, x_rows.flatten())))
         y = self.labels.index_select(0, y_rows.flatten())
         shape = x_rows.shape
-        return Batch(x.unflatten(0, shape), y.unflatten(0, shape), self.masks[step], step)  # type: ignore[no-untyped-call]
+        x, y = x.unflatten(0, shape), y.unflatten(0, shape)
+        return Batch(x, y, self.masks[step], step)
+
+
+def _as_stored(rows: Tensor) -> Tensor:
+    """Rows that need no decoding."""
+    return rows
 
 
 def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     """The batches of a pass where the examples are rows of one tensor; None where they are not.
 
-    Clients with the most steps come first. A client with fewer examples in a step repeats its first one, masked.
+    Clients with the most steps come first. A client with fewer examples in a step repeats its first one,
+    masked.
     """
     inputs: list[Any] = [d.examples.x for d in data]
-    decode: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
+    decode: Callable[[Tensor], Tensor] = _as_stored
     if isinstance(inputs[0], Pixels):
         decode = inputs[0].images
         inputs = [x.codes for x in inputs if x.table is inputs[0].table]

@@ -17,11 +17,11 @@ from .local_data import Size
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    count = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    count = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
     return int(count)
 
 
@@ -33,8 +33,8 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
 """By operator. Torch's own table knows fused attention on a GPU, but counts it as nothing on a CPU."""
 
 
-class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered, as ``torch.utils.flop_counter.FlopCounterMode`` does, but many times faster.
+class FlopCounter(TorchDispatchMode):
+    """Counts in its block as ``torch.utils.flop_counter.FlopCounterMode`` does, many times faster.
 
     That one imports torch's compiler, which takes seconds, and passes every operator through it.
 
@@ -43,6 +43,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
+        # torch gives it no types
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 

@@ -1,8 +1,8 @@
 """How the layers of a network apply each client's parameters to that client's rows.
 
 Plain SGD takes its step in the backward pass of a linear layer: the product that would give the gradient of a
-weight subtracts it instead. That is the optimizer in backward of torchtune, and right only where a parameter is
-used once, which is counted.
+weight subtracts it instead. That is the optimizer in backward of torchtune, and right only where a parameter
+is used once, which is counted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _linear(x: Tensor, weight: Any, bias: Any = None) -> Tensor:
     elif None in rates:
         raise UnsupportedError("a step in the backward pass beside a parameter that all clients share")
     else:
-        out = _LinearStep.apply(rows, w, b, (rates[0], rates[-1]), ANCHOR.to(w.device))  # type: ignore[no-untyped-call]
+        steps = rates[0], rates[-1]
+        # torch gives apply no types
+        out = _LinearStep.apply(rows, w, b, steps, ANCHOR.to(w.device))  # type: ignore[no-untyped-call]
     return out.reshape(*x.shape[:-1], w.shape[1])
 
 

@@ -26,10 +26,10 @@ from ..data.text.batches import (
 )
 
 CHUNK = 256
-"""Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
+"""Examples at once without a gradient: enough to keep a core busy, few enough for its cache."""
 
 TOKENS = 4096
-"""Tokens at once where no gradient is taken: their scores over a vocabulary of 32,000 take half a gigabyte."""
+"""Tokens at once without a gradient: their scores over a vocabulary of 32,000 take half a gigabyte."""
 
 
 def chunk_size(examples: Examples) -> int:
@@ -80,22 +80,27 @@ class LocalData:
         """Indices of the examples of every step, on the CPU."""
         if name not in self._orders:
             sweep = self.of(name)
-            generator = self._generator("order", name)
-            n = len(self.examples)
-            if self.by_length and (lengths := self.lengths) is not None:
-                steps = [
-                    i
-                    for _ in range(sweep.epochs)
-                    for i in length_buckets(lengths, sweep.batch_size, generator)
-                ]
-            else:
-                epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
-                steps = [i for whole in epochs for i in torch.split(whole, sweep.batch_size)]
-            self._orders[name] = steps[: sweep.steps]
+            generator, n = self._generator("order", name), sweep.examples_of(len(self.examples))
+            # the examples that the pass sees; None for all of them
+            part = None if n == len(self.examples) else self._draw(n, name)
+            lengths = self.lengths if self.by_length else None
+            steps: list[Tensor] = []
+            for _ in range(sweep.epochs):
+                if lengths is not None:
+                    seen = lengths if part is None else lengths[part]
+                    steps += length_buckets(seen, sweep.batch_size, generator)
+                else:
+                    steps += torch.split(torch.randperm(n, generator=generator), sweep.batch_size)
+            steps = steps[: sweep.steps]
+            self._orders[name] = steps if part is None else [part[i] for i in steps]
         return self._orders[name]
 
+    def _draw(self, n: int, name: str) -> Tensor:
+        """Indices of n examples at random, for a pass that sees a share of them."""
+        return torch.randperm(len(self.examples), generator=self._generator("share", name))[:n]
+
     def indices(self, name: str) -> list[Tensor]:
-        """The :meth:`order` on the device of the examples: it goes there in one piece, so that no step waits for it."""
+        """The :meth:`order` on the device of the examples, copied in one piece so that no step waits."""
         order, device = self.order(name), self.examples.y.device
         if device.type == "cpu" or not order:
             return order
@@ -105,9 +110,7 @@ class LocalData:
 
     def steps(self, name: str) -> int:
         """Steps of a pass."""
-        sweep = self.of(name)
-        whole = sweep.epochs * -(-len(self.examples) // sweep.batch_size)
-        return whole if sweep.steps is None else min(whole, sweep.steps)
+        return self.of(name).steps_over(len(self.examples))
 
     def batches(self, name: str) -> Iterator[Batch]:
         """The batches of a pass, as it trains on them."""
@@ -159,7 +162,7 @@ class LocalData:
         return found
 
     def _columns(self, some: np.ndarray | slice) -> int | None:
-        """Columns of the batch of some examples, known without a look at the device; None where they are no texts."""
+        """Columns of the batch of some examples, without a host synchronization; None if no texts."""
         return None if self._ends is None else padded_width(int(self._ends[some].max()))
 
     def size(self, index: Tensor) -> Size:

@@ -6,8 +6,8 @@ clients ``[K, ...]`` and looks like that of one. An operation on it goes through
 applies each client's parameter to that client's rows. An operation that is not in the table raises
 :class:`UnsupportedError`. The rules are in :mod:`.layer_rules` and :mod:`.tensor_rules`.
 
-A tensor that is not stacked and has dimensions is taken for rows: its first dimension are the examples, client
-by client, or the clients themselves, as in the result of ``batch.mean``. Where there is no batch, in
+A tensor that is not stacked and has dimensions is taken for rows: its first dimension are the examples,
+client by client, or the clients themselves, as in the result of ``batch.mean``. Where there is no batch, in
 ``precondition`` and ``prox``, it is a constant that all clients share, see :func:`without_rows`.
 """
 
@@ -66,7 +66,7 @@ _ROWS: ContextVar[bool] = ContextVar("rows", default=True)
 
 @contextlib.contextmanager
 def without_rows() -> Iterator[None]:
-    """Within this block no tensor is a batch: one that is not stacked is a constant that all clients share."""
+    """Within this block no tensor is a batch: one that is not stacked is a constant of all clients."""
     token = _ROWS.set(False)
     try:
         yield
@@ -114,5 +114,4 @@ def by_client(x: Tensor, clients: int) -> Tensor:
     return x.reshape(clients, x.shape[0] // clients, *x.shape[1:])
 
 
-# these two fill the table, and need what is above
-from . import layer_rules, tensor_rules  # noqa: E402, F401
+from . import layer_rules, tensor_rules  # noqa: E402, F401 - they fill the table, and import the names above

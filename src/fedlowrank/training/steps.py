@@ -92,7 +92,7 @@ class Work:
 
         try:
             new = self.mapped(lambda _, p, *constants: prox(p, lr, *constants), self.params)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not exported
             new = self.mapped(of_finite, self.params)
         for p, q in zip(self.params, new, strict=True):
             p.copy_(q)

@@ -1,13 +1,14 @@
 """How operations on tensors apply to those of each client: arithmetic, sums, shapes, indices, products.
 
 Every rule gives what a loop over the clients would give, for a stacked tensor looks like that of one client:
-dimensions are counted without the leading one. Where operands do not show for certain what the operation means
-for one client, a rule raises :class:`UnsupportedError`.
+dimensions are counted without the leading one. Where operands do not show for certain what the operation
+means for one client, a rule raises :class:`UnsupportedError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def _scattered(t: Any, dim: int, index: Any, value: float) -> Stacked:
 
 
 def _item(t: Any, index: Any) -> Any:
-    """``t[index]``: integers, slices and None; or rows of labels, which take an entry each from their client's t."""
+    """``t[index]``: integers, slices and None; or labels of rows, each of which reads its client's t."""
     if isinstance(index, Tensor) and not isinstance(index, Stacked) and index.dtype == torch.int64:
         p = plain(t)
         rows = by_client(index, len(p))
@@ -244,7 +245,7 @@ _OVER: dict[str, tuple[Any, ...]] = {
 
 _NAMED: dict[str, Callable[[Rule], Rule]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **{name: lambda f, d=default: _along(f, d) for name, default in _OVER.items()},  # type: ignore[misc]
+    **{name: partial(_along, default=default) for name, default in _OVER.items()},
     **dict.fromkeys(("movedim", "transpose"), lambda f: _along(f, (), 2)),
     "flatten": lambda f: _along(f, (0, -1), 2),
     **dict.fromkeys(("reshape", "view"), _shaped),
@@ -265,6 +266,12 @@ for _name, _make in _NAMED.items():
         if callable(_func):
             RULES[_func] = _make(_func)
 
+
+def _getter(name: str) -> Any:
+    """The function that reads an attribute of a tensor, as torch dispatches on it."""
+    return getattr(Tensor, name).__get__
+
+
 RULES.update(
     {
         functional.softmax: _along(functional.softmax),
@@ -274,17 +281,17 @@ RULES.update(
         Tensor.__getitem__: _item,
         Tensor.requires_grad_: lambda t, on=True: t.requires_grad_(on),
         # what a parameter of one client would say of itself
-        Tensor.mT.__get__: lambda t: stack(plain(t).mT) if t.ndim > 2 else _transposed(t),  # type: ignore[attr-defined]
-        Tensor.T.__get__: _transposed,  # type: ignore[attr-defined]
-        Tensor.shape.__get__: lambda t: t.shape[1:],  # type: ignore[attr-defined]
+        _getter("mT"): lambda t: stack(plain(t).mT) if t.ndim > 2 else _transposed(t),
+        _getter("T"): _transposed,
+        _getter("shape"): lambda t: t.shape[1:],
         Tensor.size: lambda t, dim=None: t.shape[1:] if dim is None else t.shape[_dim(dim, t.ndim - 1)],
-        Tensor.ndim.__get__: lambda t: t.ndim - 1,  # type: ignore[attr-defined]
+        _getter("ndim"): lambda t: t.ndim - 1,
         Tensor.dim: lambda t: t.ndim - 1,
         Tensor.numel: lambda t: t[0].numel(),
         Tensor.__len__: lambda t: t.shape[_dim(0, t.ndim - 1)],
-        Tensor.dtype.__get__: lambda t: t.dtype,  # type: ignore[attr-defined]
-        Tensor.device.__get__: lambda t: t.device,
+        _getter("dtype"): lambda t: t.dtype,
+        _getter("device"): lambda t: t.device,
         Tensor.is_floating_point: lambda t: t.is_floating_point(),
-        Tensor.requires_grad.__get__: lambda t: t.requires_grad,  # type: ignore[attr-defined]
+        _getter("requires_grad"): lambda t: t.requires_grad,
     }
 )

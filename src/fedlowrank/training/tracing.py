@@ -41,8 +41,7 @@ class TracingTrainer:
 
     def steps(self, name: str) -> int:
         """The steps of a client with one example: its registered number must not decide the cost here."""
-        sweep = self.passes[name]
-        return sweep.epochs if sweep.steps is None else min(sweep.epochs, sweep.steps)
+        return self.passes[name].steps_over(1)
 
     def _batch(self) -> Batch:
         example = self.model.example
@@ -70,7 +69,8 @@ def trace_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> 
         down: what it was sent.
 
     Returns:
-        The upload, and the names of the passes that were trained, in order. Errors of the method are not caught.
+        The upload, and the names of the passes that were trained, in order. Errors of the method are not
+        caught.
     """
     model = task.model(info)
     trainer = TracingTrainer(method, task, model)

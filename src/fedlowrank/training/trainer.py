@@ -92,7 +92,7 @@ class LocalTrainer:
         return tree.canonical(end)
 
     def is_standard(self, request: Request) -> bool:
-        """Whether a step does nothing but compute: the functions are this package's, and all layers are standard.
+        """Whether a step only computes: its functions are this package's, and all layers are standard.
 
         Only then may an engine evaluate the loss once more than the user's own loop would, or for many
         clients at once.
@@ -126,7 +126,7 @@ class LocalTrainer:
         return around
 
     def account(self, request: Request, kind: Any, loss: float) -> None:
-        """Enter a pass of that :meth:`kind`, whose steps have been counted, into the meter, with its mean loss."""
+        """Enter a pass of that :meth:`kind`, whose steps are counted, and its mean loss into the meter."""
         index = self.data.order(request.name)
         self.meter.flops += self.ledger.total(kind, Counter(self.data.size(i) for i in index))
         self.meter.steps += len(index)

@@ -1,1 +1,1 @@
-"""What a client gives away and what it can do to others: compression, clipping, privacy, robust rules, attacks, secure sums."""
+"""What a client reveals and what it can do to others: compression, privacy, robust rules, attacks."""

@@ -1,4 +1,4 @@
-"""What can be done with the updates of a method, found from its contract: secure sums, robust means, privacy, compression.
+"""What a method's contract allows: secure sums, robust means, privacy, compression.
 
 The reasons for a no come from a trial: the method's first download to a client, what that client would send
 if training moved every parameter, and what that contributes.

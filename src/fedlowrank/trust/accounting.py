@@ -2,7 +2,7 @@
 
 ``noise`` is σ, the noise multiplier: the standard deviation in units of the clipping norm C; ``delta`` is δ.
 The server divides the noised sum by a number that does not depend on who came, such as N or qN. Sampling
-amplifies privacy only as long as no party that sees the models knows who was drawn in a round.
+amplifies privacy only as long as no observer of the models knows who was drawn in a round.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Budget:
 
     Attributes:
         noise: σ.
-        most: rounds that the budget allows: of all clients where privacy is central, of each client where it is
-            local.
+        most: rounds that the budget allows: of all clients where privacy is central, of each client where it
+            is local.
         ledger: of what was spent.
 
     Raises:
@@ -44,7 +44,8 @@ class Budget:
         self.most = rounds
         if float(privacy.delta or 0) > 1 / sampling.clients:
             logger.warning(
-                "privacy.delta = %g is above 1 / clients = %.3g: to publish one client's data whole would be as private",
+                "privacy.delta = %g is above 1 / clients = %.3g: to publish one client's data whole would be "
+                "as private",
                 privacy.delta,
                 1 / sampling.clients,
             )
@@ -64,8 +65,8 @@ class Budget:
             return
         if (one := self.epsilon_of(1)) > limit:
             raise ConfigError(
-                f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with privacy.noise = "
-                f"{self.noise:g}. Raise either"
+                f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with "
+                f"privacy.noise = {self.noise:g}. Raise either"
             )
         if self.is_local:
             # two clipped updates of a client differ by up to 2C

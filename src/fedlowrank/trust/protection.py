@@ -297,7 +297,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         return "system" if self.system else key / "noise"
 
     def _noised(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
-        """The total of the method: the contribution of the reference, plus the noised sum over the expected number."""
+        """The total of the method: the reference's contribution, plus noised sum over expected number."""
         base = self._base(view.task.clients[0], server)
         zeros = {path: torch.zeros_like(t, dtype=torch.float64) for path, t in _numbers(base)}
         drawn = gaussian(zeros, noise * server.clip, self._source(view.key))
@@ -341,7 +341,7 @@ def protect(
         trust: the settings.
         budget: of privacy, or None for none.
         expected: clients that are expected in a round, qN.
-        system: noise comes from the operating system: other parties could know the seed of a run.
+        system: noise comes from the operating system: others could know the seed of a run.
 
     Raises:
         TaskError: if something cannot be done with the method's updates, with the reason.

@@ -178,8 +178,8 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
     Args:
         trees: of floating-point tensors.
         weights: one for each tree, at least 0; a tree with weight 0 is left out and is no reply.
-        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end, of few trees
-            as many as leave one.
+        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end, of few
+            trees as many as leave one.
         hostile: share of the trees that may be hostile.
         scale: factor of the result.
 
@@ -206,7 +206,8 @@ class RobustAggregator(Aggregator):
     """Reduces the contributions of a round by a coordinate rule.
 
     A ``Mean`` becomes the :func:`robust_mean` of its values, a ``Sum`` the number of clients times that with
-    equal weights, unless it counts. All values wait in memory until :meth:`finish`: one contribution a client.
+    equal weights, unless it counts. All values wait in memory until :meth:`finish`: one contribution a
+    client.
 
     Args:
         clients: identifiers of the clients that take part, in the order of reduction.

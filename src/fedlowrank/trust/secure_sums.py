@@ -11,8 +11,8 @@ neighbors as in Bell et al., *Secure Single-Server Aggregation with (Poly)Logari
    rebuilds these secrets and subtracts the masks that are left in Σ y_i.
 
 The arithmetic is that of a network, but nothing is sent, shares are not encrypted, and secrets come from a
-:class:`~fedlowrank.core.key.Key`, which a party that knows the seed of the run can repeat. The server follows the
-protocol and may look at all it gets; one that lies about who replied is not covered.
+:class:`~fedlowrank.core.key.Key`, which anyone who knows the seed of the run can repeat. The server follows
+the protocol and may look at all it gets; one that lies about who replied is not covered.
 """
 
 from __future__ import annotations

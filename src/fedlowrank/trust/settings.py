@@ -18,8 +18,9 @@ class Compression:
     """How updates are compressed on their way to the server.
 
     Attributes:
-        uplink: stages from left to right, such as ``"top_k:0.05 + int8"``; empty for none. Known are bfloat16,
-            int8 (a scale a row), low_rank:RANK and top_k:SHARE (of the entries of all tensors together).
+        uplink: stages from left to right, such as ``"top_k:0.05 + int8"``; empty for none. Known are
+            bfloat16, int8 (a scale a row), low_rank:RANK and top_k:SHARE (of the entries of all tensors
+            together).
         error_feedback: a client adds what compression lost to its next update. Where factors begin each round
             in other coordinates, as FedHL's do, that helps little.
     """
@@ -93,8 +94,8 @@ class Robust:
             scaled to at most the median norm); krum and multi_krum (selection).
         hostile: share of a round's replies that may be hostile: what trimmed_mean cuts on either side, and f
             of Krum.
-        weights: equal: under a rule every client counts the same, for a hostile one may lie about its number of
-            examples n_k; examples: as the method weighs them, n_k up to ten times its median.
+        weights: equal: under a rule every client counts the same, for a hostile one may lie about its number
+            of examples n_k; examples: as the method weighs them, n_k up to ten times its median.
     """
 
     rule: Literal[
@@ -186,20 +187,23 @@ class Trust:
             raise ConfigError("privacy: the noise is scaled to the clipping norm; set clipping.norm")
         if self.privacy.kind != "none" and self.robust.rule != "mean":
             raise ConfigError(
-                f"privacy holds for sums, and robust.rule = {self.robust.rule!r} is none; leave one of them out"
+                f"privacy holds for sums, and robust.rule = {self.robust.rule!r} is none; leave one of them "
+                "out"
             )
         if self.privacy.kind == "local" and self.clipping.quantile is not None:
             raise ConfigError(
-                "clipping.quantile: under local privacy, whether an update was clipped would have to be hidden by noise, "
-                "too; set a fixed clipping.norm alone"
+                "clipping.quantile: under local privacy, whether an update was clipped would have to be "
+                "hidden by noise, too; set a fixed clipping.norm alone"
             )
         counted = self.robust.rule in ("trimmed_mean", "krum", "multi_krum")
         if self.attack.kind != "none" and counted and self.attack.share > self.robust.hostile:
             raise ConfigError(
-                f"robust.rule = {self.robust.rule!r} holds against robust.hostile = {self.robust.hostile:g} of the clients, but "
-                f"attack.share = {self.attack.share:g} of them are hostile; raise the one or lower the other"
+                f"robust.rule = {self.robust.rule!r} holds against robust.hostile = {self.robust.hostile:g} "
+                f"of the clients, but attack.share = {self.attack.share:g} of them are hostile; raise the "
+                "one or lower the other"
             )
         if self.secure.on and self.robust.rule != "mean":
             raise ConfigError(
-                f"robust.rule = {self.robust.rule!r} must see single replies, which secure sums hide; leave one of them out"
+                f"robust.rule = {self.robust.rule!r} must see single replies, which secure sums hide; leave "
+                "one of them out"
             )

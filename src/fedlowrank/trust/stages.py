@@ -1,8 +1,8 @@
 """The stages by which an update is compressed: bfloat16, int8, the largest entries, low rank.
 
 An *update* is a dict of floating tensors by path; a stage makes fewer or smaller tensors of it. The form of
-what it makes depends on the form of the update, never on values. Decoding calls no matrix product, whose order
-of sums depends on the machine: a client that decodes its own message has the server's bits.
+what it makes depends on the form of the update, never on values. Decoding calls no matrix product, whose
+order of sums depends on the machine: a client that decodes its own message has the server's bits.
 """
 
 # ruff: noqa: ARG002, D102 - Stage documents what all stages do, and not all need every argument

@@ -58,8 +58,8 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         return
     if isinstance(upload, (Quantized, Rounded)):
         raise TaskError(
-            f"the factors at {path or 'its top'} are rounded by the method (tuning.wire), so that they have no update; set "
-            "tuning.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
+            f"the factors at {path or 'its top'} are rounded by the method (tuning.wire), so that they have "
+            "no update; set tuning.wire = 'float32' and run.compression.uplink = 'int8' or 'bfloat16'"
         )
     whole = type(reference) is float and not isinstance(upload, float)
     if isinstance(upload, Tensor):
@@ -165,7 +165,7 @@ def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True)
 
 
 def products_of(part: Any) -> list[Pair]:
-    """The products of a part of an upload: one of a pair, one a cluster of a mixture's pairs, none of others."""
+    """The products of a part of an upload: one of a pair, one a cluster of a mixture, none of others."""
     if isinstance(part, Pairs):
         return [Pair(u, v.mT) for u, v in zip(part.u, part.v, strict=True)]
     # a method that shares one factor leaves the other empty
@@ -326,7 +326,7 @@ def along(upload: Any, reference: Any, t: float) -> Any:
 
 
 def without_compared(upload: Any, reference: Any) -> Any:
-    """What of an upload is not in its update: None in the place of numbers that are compared with a reference.
+    """The parts of an upload outside its update: None in the place of compared numbers.
 
     :func:`with_compared` puts them back.
     """

@@ -81,10 +81,10 @@ def evaluate_with_lm_eval(
 
 @contextlib.contextmanager
 def _global_generators_kept() -> Iterator[None]:
-    ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002 - lm_eval draws from it
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         random.setstate(ours)
-        np.random.set_state(numpys)  # noqa: NPY002
+        np.random.set_state(numpys)  # noqa: NPY002 - lm_eval draws from it

@@ -29,7 +29,7 @@ def unshare(libc: ctypes.CDLL) -> int:
                     ("uid_map", f"{uid} {uid} 1"),
                     ("gid_map", f"{gid} {gid} 1"),
                 ):
-                    with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+                    with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - beside calls of os
                         file.write(text)
             return flags
     return 0
@@ -37,7 +37,7 @@ def unshare(libc: ctypes.CDLL) -> int:
 
 def may_change_user() -> bool:
     """Whether this process has the capabilities for :func:`become_nobody`; a container may lack them."""
-    with open("/proc/self/status") as file:  # noqa: PTH123
+    with open("/proc/self/status") as file:  # noqa: PTH123 - beside calls of os
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
     needed = sum(1 << capability for capability in (CHANGE_OWNER, READ_ANY, SET_GROUP, SET_USER))
     return effective & needed == needed
@@ -45,7 +45,7 @@ def may_change_user() -> bool:
 
 def become_nobody(libc: ctypes.CDLL, program: str) -> str:
     """As root: give up all rights, but for reading if the interpreter could not be reached otherwise."""
-    os.chown(os.getcwd(), NOBODY, NOBODY)  # noqa: PTH109
+    os.chown(os.getcwd(), NOBODY, NOBODY)  # noqa: PTH109 - beside calls of os
     os.setgroups([])
     os.setegid(NOBODY)
     os.seteuid(NOBODY)

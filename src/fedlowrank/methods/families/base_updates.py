@@ -1,4 +1,4 @@
-"""Updates of the frozen base that a server adds round by round (FLoRA, FedEx-LoRA), and clients that follow them.
+"""Updates of the frozen base, added round by round (FLoRA, FedEx-LoRA), and clients that follow them.
 
 A server keeps the update of every round as factors, as they travel, and up to which each client has it; it
 sends those that are missing, so a client that sits out some rounds, or joins late, catches up. A client keeps
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @tree
 class Ledger:
-    """The server's side: the update of every round as it travels, of scale 1, and how many each client has."""
+    """The server's side: the update of every round, of scale 1, and how many each client has."""
 
     updates: list[PackedFactors]
     at: dict[str, int]

@@ -44,7 +44,7 @@ def train_mixture(
     view: ClientView,
     precondition: Callable[..., Any] | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
-    """The pass ``"local"``: one SGD on θ and on all parts, of the loss of the mixed model; lines 6 to 8 of Algorithm 1.
+    """The pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1, lines 6 to 8.
 
     Args:
         router: how θ moves. With optimal routing it stays; the MFL update sets it before the pass.
@@ -77,7 +77,7 @@ def train_mixture(
 def weigh_clusters(
     router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
-    """θ = -η f_k(w_c) of every cluster alone, so that π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
+    """θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
 
     def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
         return batch.total(pointwise_loss(apply(parts, pi, batch.x), batch.y))
@@ -89,7 +89,7 @@ def weigh_clusters(
 def learn_router(
     router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
-    """θ of a client that holds none: by eq. 5, or the pass ``"router"`` over its training data, everything else frozen."""
+    """θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains nothing else."""
     if router.weighs:
         return weigh_clusters(router, parts, theta, apply, view)
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
@@ -109,8 +109,9 @@ def known_cluster(title: str, client: ClientInfo, count: int) -> int:
     """
     if client.cluster is None:
         raise TaskError(
-            f"{title}: optimal routing needs to know the cluster of every client, but that of client {client.id} is unknown. "
-            "Set [concept] in the experiment, cluster=... in Federation.from_arrays, or routing = 'learned'."
+            f"{title}: optimal routing needs to know the cluster of every client, but that of client "
+            f"{client.id} is unknown. Set [concept] in the experiment, cluster=... in "
+            "Federation.from_arrays, or routing = 'learned'."
         )
     if client.cluster >= count:
         raise TaskError(
@@ -130,13 +131,13 @@ def routes_of(title: str, router: Router, client: ClientInfo, pi: Tensor, count:
 
 
 def cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> list[float]:
-    """The weights π^k_c N^k of a client's reply; where it sent no π^k, that is the one-hot of its known cluster."""
+    """The weights π^k_c N^k of a client's reply; without π^k, the one-hot of its known cluster."""
     route = known_route(title, client, count) if pi is None else bounded_shares(pi)
     return [p * client.examples for p in route.tolist()]
 
 
 def bounded_shares(pi: Tensor) -> Tensor:
-    """Shares of clusters as a client sent them; those that are none, below 0 or above 1 in all, are brought there."""
+    """Shares of clusters as a client sent them, clamped to be at least 0 and at most 1 in all."""
     shares = pi.clamp(0, 1)
     return shares / shares.sum() if shares.sum() > 1 + 1e-3 else shares
 
@@ -181,7 +182,7 @@ def select(value: T, cluster: int) -> T:
 
 
 def initial_models(title: str, task: Task, count: int) -> Params:
-    """C draws of the initial weights ``[C, ...]``: the first that of every other method, the rest equal in all with clusters.
+    """C draws of the initial weights ``[C, ...]``; the first is that of all other methods.
 
     Raises:
         ConfigError: if C < 1.
@@ -195,7 +196,7 @@ def initial_models(title: str, task: Task, count: int) -> Params:
 
 
 def unbind_models(models: Params) -> list[Params]:
-    """C models ``[C, ...]`` one by one; the gradient of all is made in one piece, which C indices would not do."""
+    """C models ``[C, ...]`` one by one, with the gradient of all in one piece instead of C."""
     parts = {n: t.unbind() for n, t in models.items()}
     return [{n: part[c] for n, part in parts.items()} for c in range(len(next(iter(parts.values()))))]
 

@@ -1,4 +1,4 @@
-"""A server's effective delta between rounds: what clients begin with, how their replies are weighed, the model of the whole."""
+"""A server's effective delta between rounds: downloads, weights of replies, the whole model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def first_components(
 
 
 def is_half(drawn: Factors) -> bool:
-    """Whether factors are sent in half precision, so that a client begins at something else than the truncation."""
+    """Whether factors are sent in half precision, so that a client does not begin at the truncation."""
     return any(torch.finfo(pair.a.dtype).bits < 32 for pair in drawn.values())
 
 
@@ -94,7 +94,7 @@ def weighted_blocks(
 
 
 Truncated = int | Factors
-"""The truncation of W that a client was sent: its rank, or its factors as they were received over a lossy wire."""
+"""The truncation of W that a client was sent: its rank, or its factors as received over a lossy wire."""
 
 
 def weighted_sum(
@@ -212,7 +212,7 @@ class Weighing:
 
 
 def ranks_of(deltas: Mapping[str, Delta]) -> dict[str, int]:
-    """Rank of every layer's W; the smaller dimension where W is dense and only its leading triplets are known."""
+    """Rank of every layer's W; of a dense W with only its leading triplets, the smaller dimension."""
     return {n: d.rank if d.complete else min(d.shape) for n, d in deltas.items()}
 
 

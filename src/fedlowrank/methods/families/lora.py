@@ -1,4 +1,4 @@
-"""What the methods of federated LoRA share: how a client's factors begin, are trained and are sent (Hu et al. 2021).
+"""What federated LoRA methods share: how factors begin, are trained and are sent (Hu et al. 2021).
 
 A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B
 A. A server works on updates in the unit of the weights: an upload is multiplied by s, what is sent is divided
@@ -111,9 +111,10 @@ class Tuning:
         if len(set(found)) > 1:
             other = next(i for i, r in enumerate(found) if r != found[0])
             raise TaskError(
-                f"{method} averages factors entry by entry, so all clients need one rank, but client {task.clients[0].id} has "
-                f"{found[0]} and client {task.clients[other].id} has {found[other]}. Give all the same rank, or choose a method "
-                "for unequal ranks: fedhl, hetlora, flexlora or flora."
+                f"{method} averages factors entry by entry, so all clients need one rank, but client "
+                f"{task.clients[0].id} has {found[0]} and client {task.clients[other].id} has "
+                f"{found[other]}. Give all the same rank, or choose a method for unequal ranks: fedhl, "
+                "hetlora, flexlora or flora."
             )
         return found[0]
 
@@ -148,13 +149,13 @@ class Tuning:
 
 
 def initial_factors(task: Task, rank: int) -> Factors:
-    """Factors to begin with, the same for all clients and methods, in the type of the model; see :meth:`LoRA.initial_factors`."""
+    """Initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
     model = next(iter(task.architectures.values()))
     return lora_of(model).initial_factors(rank, task.key / "lora", next(iter(model.initial.values())))
 
 
 def scaled(factors: Factors, scale: float) -> Factors:
-    """Factors of ``scale`` times the product. B takes all of it, so that A keeps the size that it was drawn with."""
+    """Factors of ``scale`` times the product. B is scaled, and A keeps its initial size."""
     return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
 
 
@@ -245,14 +246,14 @@ def tune(
         lora_of(model), start, end
     ):
         raise TaskError(
-            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient reaches them; is the "
-            "adapted layer used in the forward pass, and is the adapter active?"
+            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient "
+            "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
         )
     return end
 
 
 def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
-    """Whether a factor changed that began at zero: weight decay moves the other, even where no gradient reaches it."""
+    """Whether a factor that began at zero changed; weight decay moves the other without a gradient."""
     zero = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
     return any(name in start.get(f, {}) and not torch.equal(start[f][name], end[f][name]) for f, name in zero)
 

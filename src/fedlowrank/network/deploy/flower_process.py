@@ -138,7 +138,7 @@ class FlowerProcess:
         self._release()
 
     def _prepare(self) -> None:
-        """Make and lock its home, and end what is left of an earlier start."""
+        """Make and lock its home, and end the remaining processes of an earlier start."""
         if self.alive():
             raise ProcessError(f"{self.name} runs already, as process {self.pid}")
         self._end(signal.SIGKILL, 0)

@@ -2,7 +2,7 @@
 
 Flower serves three kinds of callers on one port. Clients prove their identity with a registered key. Commands
 register keys and start runs. The server's subprocesses run the server's half of a method. Flower does not
-authenticate the last two, so whoever reaches the port could register a key, start an app, or read every
+authenticate the last two, so anyone who reaches the port could register a key, start an app, or read every
 upload. Loopback is no protection: other users of the machine, tunnels and TCP proxies all call from it.
 
 Therefore every call that is not a client's must carry a token in a header. The server makes a new token for
@@ -114,7 +114,7 @@ def _guard_server(token: str) -> None:
     def run_guarded(app: App, **settings: Any) -> None:
         run(guarded(app, token), **settings)
 
-    uvicorn.run = run_guarded  # type: ignore[assignment]
+    uvicorn.run = run_guarded  # type: ignore[assignment]  # replaced on purpose
 
 
 def _send_token(token: str) -> None:
@@ -128,7 +128,7 @@ def _send_token(token: str) -> None:
         self._client.headers[HEADER] = token
         self._client.follow_redirects = False
 
-    ProtobufClient.__init__ = make_with_token  # type: ignore[method-assign]
+    ProtobufClient.__init__ = make_with_token  # type: ignore[method-assign]  # replaced on purpose
 
 
 class _Popen(subprocess.Popen[bytes]):
@@ -147,7 +147,7 @@ def main() -> None:
         _guard_server(token)
     else:
         _send_token(token)
-    subprocess.Popen = _Popen  # type: ignore[misc, assignment]
+    subprocess.Popen = _Popen  # type: ignore[misc, assignment]  # replaced on purpose
     sys.argv[:2] = [program]
     (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=program)
     sys.exit(entry.load()())

@@ -4,7 +4,7 @@ The server shows a certificate, signed by an authority that is made here and giv
 proves its identity by a signature: its public key is registered at the server, and its private key never
 leaves its machine. Client keys are not signed, so only a new certificate of the server needs the authority.
 
-FOLDER/ca.key         signs certificates of the server; stays with whoever made the folder
+FOLDER/ca.key         signs certificates of the server; stays with the person who made the folder
 FOLDER/server/        for the server's machine: ca.crt, server.pem, server.key, clients/3.pub for client 3
 FOLDER/client-3/      for the machine of client 3: ca.crt, client.key
 """

@@ -1,0 +1,38 @@
+"""FedAvg's client half, for methods that differ from it in what the server does with the clients' mean.
+
+A method takes these functions as its own: ``local_update = train_model``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from ...core.contribution import Mean
+from ...core.loss import supervised_loss
+from ...core.method import ClientInfo, ClientView
+from ...core.optimizer import Optimizer
+from ...core.tree import Params
+
+Weighting = Literal["examples", "uniform"]
+
+
+class _Averaging(Protocol):
+    """The fields that these functions read."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    @property
+    def weighting(self) -> Weighting: ...
+
+
+def train_model(method: _Averaging, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
+    """SGD on F_k from the model received."""
+    del state
+    return None, view.train(supervised_loss(view.model), down, "local", method.optimizer)
+
+
+def average_models(method: _Averaging, upload: Params, client: ClientInfo, server: Any) -> Mean:
+    """The client's model, weighted by n_k or uniformly."""
+    del server
+    return Mean(upload, client.examples if method.weighting == "examples" else 1.0)

@@ -1,0 +1,33 @@
+"""A shared body below personal heads: what FedPer and FedRep have in common.
+
+A method takes these functions as its own: ``server_init = initial_body``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.client_model import ClientModel
+from ...core.method import ClientInfo, ClientView, Method, Task
+from ...core.tree import Params
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+
+def initial_body(method: AnyMethod, task: Task) -> Params:
+    """φ^0, of the common initial weights."""
+    model = task.common_model(method.title)
+    return model.body_of(model.initial)
+
+
+def initial_head(method: AnyMethod, task: Task, client: ClientInfo) -> Params:
+    """h_k of the common initial weights."""
+    del method
+    model = task.model(client)
+    return model.head_of(model.initial)
+
+
+def body_with_head(method: AnyMethod, state: Params, down: Params, view: ClientView) -> ClientModel:
+    """The body received below the client's own head."""
+    del method, view
+    return ClientModel(down | state)
