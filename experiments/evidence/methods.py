@@ -46,7 +46,9 @@ class UnsharedAdapter(Method[None, dict[str, Any], None, None]):
     def download(self, server: None, client: ClientInfo) -> None:
         """Nothing."""
 
-    def local_update(self, state: dict[str, Any], down: None, view: ClientView) -> tuple[dict[str, Any], None]:
+    def local_update(
+        self, state: dict[str, Any], down: None, view: ClientView
+    ) -> tuple[dict[str, Any], None]:
         """Model and adapter in turn; both stay."""
         model, adapter = self.shared.local_update(state["model"], state["adapter"], view)
         return {"model": model, "adapter": adapter}, None

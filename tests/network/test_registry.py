@@ -165,7 +165,11 @@ def test_an_unregistered_node_is_rejected_with_the_reason_and_not_asked_again(wh
 
 def test_a_key_is_the_proof_of_who_one_is() -> None:
     found = registry(keys={100: 0, 101: 1})
-    for node, client, whose in ((100, 1, "that of client 0"), (102, 2, "not registered"), (102, 0, "not registered")):
+    for node, client, whose in (
+        (100, 1, "that of client 0"),
+        (102, 2, "not registered"),
+        (102, 0, "not registered"),
+    ):
         with pytest.raises(
             UnregisteredNodeError, match=f"it says it is client {client}, but its key is {whose}"
         ):
