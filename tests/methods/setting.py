@@ -27,6 +27,17 @@ SIZES = (23, 9, 31, 14)
 OWNED = ((0, 1), (0, 1, 2), (2, 3), (1, 2))
 
 
+KINDS = (
+    *("standalone", "fedavg", "fedadam", "scaffold", "feddyn"),
+    *("ditto", "per_fedavg", "fedrep", "fedspa", "fedbabu"),
+    *("fedkd", "fd", "fedproto", "pfedlora"),
+    *("fedslr", "floral", "fedem", "ifca"),
+    *("fedhl", "hetlora", "fedit"),
+)
+"""A method of each kind of message, state and inference, for tests of code that all methods share. What is a method's
+own is tested by the battery of ``fedlowrank.testing.check``, which every method passes."""
+
+
 class Net(nn.Module):
     """Linear layers with ReLU between them, computed in the type of the parameters whatever that of the
     inputs."""

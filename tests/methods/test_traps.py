@@ -46,6 +46,7 @@ from golden import reference
 
 from .setting import (
     CLASSES,
+    KINDS,
     OWNED,
     SIZES,
     WIDTH,
@@ -395,8 +396,8 @@ def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
         assert headline["test"][info.id] == (fresh.argmax(1) == y).mean()
 
 
-# the others infer by a mixture of several models, of which test_clusters.py speaks
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"ensemble", "fedem"}))
+# fedem infers by a mixture of several models, of which test_clusters.py speaks
+@pytest.mark.parametrize("name", sorted(set(KINDS) - {"fedem"}))
 def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: str) -> None:
     federation = (unlike if METHODS[name].heterogeneous else alike)()
     run = run_of(METHODS[name](**LOCAL), federation, steps=2)
