@@ -168,7 +168,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 @pytest.mark.parametrize(
     ("every", "seed"),
-    [*((1, 0), (3, 4)), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 1), (1, 2), (3, 5), (3, 6)))],
+    [
+        *((1, 0), (3, 4)),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 1), (1, 2), (3, 5), (3, 6))),
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(
     tmp_path: Path, unbroken: Callable[[int], Path], every: int, seed: int
