@@ -32,3 +32,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the figures out of reports, which take most of the time of ``compare``, where a test is not about them."""
+    monkeypatch.setattr("fedlowrank.report.page.draw_all", lambda groups, styles: [])

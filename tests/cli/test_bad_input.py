@@ -330,6 +330,7 @@ def test_a_method_for_equal_models_refuses_others(capsys: Capsys, monkeypatch: p
     assert not Path("runs").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_goes_on_without_what_does_not_fit(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     out = done(capsys, "compare", heterogeneous(monkeypatch))
     assert "not run: FedAvg" in out
@@ -366,6 +367,7 @@ def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
     assert files(folder / "checkpoint") == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_tells_of_a_diverging_method_and_keeps_the_others(capsys: Capsys) -> None:
     file = write(Path(), SMALL + "[methods.standalone.optimizer]\nlr = 1e30\n")
     code = main(["compare", file, "defaults.batch_size=4"])
@@ -456,6 +458,7 @@ def test_an_existing_run_is_refused_and_force_keeps_it(capsys: Capsys) -> None:
     assert len(RunRecord.load(Path("runs/small/fedavg-s0.old-2")).rounds) == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_refuses_runs_of_another_configuration(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "compare", file)
@@ -491,6 +494,7 @@ def test_a_run_folder_below_a_file(capsys: Capsys) -> None:
     assert "exists already" in refused(capsys, "run", file, "-o", "plain")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_that_cannot_be_written(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file)

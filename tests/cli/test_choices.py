@@ -146,6 +146,7 @@ def test_a_network_asks_as_well(arguments: list[str], capsys: Capsys) -> None:
     assert list(files(Path())) == ["small.toml"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_variations_make_a_grid(capsys: Capsys) -> None:
     vary = ["run.participation=0.4,1.0", "defaults.batch_size=8,16"]
     arguments = [
@@ -182,6 +183,7 @@ def test_one_field_varied_twice(capsys: Capsys) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_after_run_names_the_ways_out_before_it_trains(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file, "run.rounds=1", "defaults.optimizer.lr=0.3")

@@ -133,6 +133,7 @@ def test_overrides_may_stand_anywhere(arguments: list[str], capsys: Capsys) -> N
     assert len(read_lines(made.parent)) == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_runs_everything_once(capsys: Capsys) -> None:
     file = write(Path())
     out = done(capsys, "compare", file, "--seeds", "0,1", "--vary", "run.participation=0.4,1.0")
@@ -170,6 +171,7 @@ def test_compare_runs_everything_once(capsys: Capsys) -> None:
     }
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> None:
     text = 'seeds = [3, 5]\nvary = "methods.fedprox.mu=0.1,0.2"\n' + SMALL
     done(capsys, "compare", write(Path(), text), "run.rounds=1", "--methods", "fedprox")
@@ -192,6 +194,7 @@ def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> N
     ],
     ids=lambda v: " ".join(v) or "-",
 )
+@pytest.mark.usefixtures("undrawn")
 def test_compare_goes_on_when_more_is_asked_for(first: list[str], then: list[str], capsys: Capsys) -> None:
     def arguments(more: list[str]) -> list[str]:
         return [*[m for m in more if "=" in m], *[m for m in more if "=" not in m]]
@@ -205,6 +208,7 @@ def test_compare_goes_on_when_more_is_asked_for(first: list[str], then: list[str
     assert not [p for p in Path("runs/small").iterdir() if ".old" in p.name]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedlowrank.simulation.run import Run
 
@@ -233,6 +237,7 @@ def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pyte
     assert record.status["state"] == "finished"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_with_force_keeps_the_old_runs(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "compare", file)
@@ -258,6 +263,7 @@ def test_report(capsys: Capsys) -> None:
     assert Path("report.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_of_a_folder_leaves_out_what_was_moved_aside(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file)
@@ -352,16 +358,22 @@ def test_auto_says_which_engine_it_chose_and_why(capsys: Capsys) -> None:
     assert re.search(r"^engine auto: (sequential|vectorized|processes) \(.+\)$", said, re.MULTILINE)
 
 
-def test_the_installed_command() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list"], "pfedlora"),
+        pytest.param(["run", "small.toml", "run.rounds=1"], "runs/small/fedavg-s0", marks=pytest.mark.slow),
+    ],
+    ids=["list", "run"],
+)
+def test_the_installed_command(arguments: list[str], says: str) -> None:
     command = Path(sys.executable).with_name("fedlowrank")
     if not command.exists():
         pytest.skip("the package is not installed with its command")
-    file = write(Path())
-    found = subprocess.run(
-        [command, "run", file, "run.rounds=1"], capture_output=True, text=True, check=False
-    )
+    write(Path())
+    found = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert "runs/small/fedavg-s0" in found.stdout
+    assert says in found.stdout
     assert "Traceback" not in found.stderr
 
 

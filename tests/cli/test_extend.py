@@ -62,6 +62,7 @@ def test_more_rounds_equal_as_many_from_the_start(method: str, capsys: Capsys) -
     assert files(Path("grown")) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_gives_its_runs_more_rounds(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file, "run.rounds=1")

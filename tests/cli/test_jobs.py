@@ -43,6 +43,8 @@ def untimed(folder: Path) -> dict[str, list[str]]:
     return {f.name: [repr(r.untimed()) for r in RunRecord.load(f).rounds] for f in run_folders([folder])}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_two_jobs_have_the_bits_of_one_and_errors_stay_with_their_run(capsys: Capsys) -> None:
     text = SMALL.replace(
         "hidden = [4]", "hidden = [4]\n[methods.diverges]\nmethod = 'standalone'\noptimizer.lr = 1e38"
@@ -87,9 +89,11 @@ def test_a_killed_worker_and_an_error_are_reported_and_the_others_go_on(
     # what was killed goes on, and ends as if nothing had been
     assert RunRecord.load(runs[0].folder).status["state"] == "stopped"
     (again,) = run_planned(runs[:1], 1, force=False)
-    (whole,) = run_planned(plan_runs(made, ["fedavg"], [0], (), Path("whole")), 1, force=False)
-    assert again.state == whole.state == "finished"
-    assert untimed(runs[0].folder) == untimed(whole.run.folder)
+    whole = run_planned(plan_runs(made, ["fedavg", "standalone"], [0], (), Path("whole")), 1, force=False)
+    assert [outcome.state for outcome in (again, *whole)] == ["finished"] * 3
+    # and both have the bits of runs in one process
+    for one, outcome in zip((runs[0], runs[2]), whole, strict=True):
+        assert untimed(one.folder) == untimed(outcome.run.folder)
 
 
 def test_an_interrupt_stops_all_workers_and_leaves_resumable_folders(

@@ -72,6 +72,7 @@ def test_as_the_method_of_a_file(capsys: Capsys) -> None:
     assert found["fields"]["batch_size"] == 16
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_as_an_option_of_run_and_compare(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=1", "--method", NAME)
     out = done(capsys, "compare", write(Path()), "run.rounds=1", "--methods", f"fedavg,{NAME}")
@@ -80,6 +81,7 @@ def test_as_an_option_of_run_and_compare(capsys: Capsys) -> None:
     assert sorted(p.name for p in Path("runs/small").glob("*-s0*")) == ["fedavg-s0", f"{NAME}-s0"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
     done(capsys, "compare", write(Path(), VARIANT), "run.rounds=1", f'compare=["fedavg", "half", "{NAME}"]')
     found = [fields(f"runs/small/{name}-s0") for name in ("half", NAME)]
@@ -91,6 +93,7 @@ def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
     assert ends[0] != ends[1]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_field_is_varied(capsys: Capsys) -> None:
     vary = f"methods.{NAME}.damping=0.5,1.0"
     done(capsys, "compare", write(Path()), "run.rounds=1", "--methods", NAME, "--vary", vary)

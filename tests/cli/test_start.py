@@ -13,26 +13,28 @@ from fedlowrank.cli.catalog import build_catalog
 from fedlowrank.cli.listing import CATALOG
 
 HEAVY = {"scipy", "sklearn", "pandas", "matplotlib", "pydantic", "flwr", "transformers", "datasets", "jinja2"}
-IMPORTED = "import sys, json; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
-
-
-def imported(code: str) -> set[str]:
-    """Packages in memory after some code was run by a fresh interpreter."""
-    command = [sys.executable, "-c", f"{code}\n{IMPORTED}"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(json.loads(found.stdout.splitlines()[-1]))
-
-
+LANGUAGE = {"transformers", "peft", "tokenizers", "rouge_score", "lm_eval"}
 CALL = "from fedlowrank.cli.main import main\ntry: main({!r})\nexcept SystemExit: pass"
+STEPS = {
+    "import fedlowrank": {*HEAVY, "torch", "numpy"},
+    CALL.format(["--help"]): {*HEAVY, "torch", "numpy"},
+    CALL.format(["list"]): {*HEAVY, "torch", "numpy"},
+    "from fedlowrank import Federation, simulate": HEAVY,
+    "import fedlowrank.language.base, fedlowrank.language.peft_adapter, fedlowrank.language.artifacts": LANGUAGE,
+    "import fedlowrank.language.tiny, fedlowrank.language.llama2c, fedlowrank.language.scores.harness": LANGUAGE,
+}
+"""What is executed one after another, and the packages that are not in memory afterwards."""
+IMPORTED = "print('\\nin memory:', *sorted({m.partition('.')[0] for m in sys.modules}))"
 
 
-@pytest.mark.parametrize("code", ["import fedlowrank", CALL.format(["--help"]), CALL.format(["list"])])
-def test_nothing_heavy_is_imported_for_what_needs_no_torch(code: str) -> None:
-    assert not imported(code) & {*HEAVY, "torch", "numpy"}
-
-
-def test_simulations_import_torch_and_nothing_else_that_is_heavy() -> None:
-    assert not imported("from fedlowrank import Federation, simulate") & HEAVY
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    code = "\n".join(["import sys", *(f"{step}\n{IMPORTED}" for step in STEPS)])
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    memory = [set(line.split()[2:]) for line in found.stdout.splitlines() if line.startswith("in memory: ")]
+    assert {
+        step: there & unwanted for (step, unwanted), there in zip(STEPS.items(), memory, strict=True)
+    } == {step: set() for step in STEPS}
+    assert "torch" in memory[-1]
 
 
 def test_every_public_name_is_found() -> None:

@@ -200,6 +200,7 @@ def chosen(out: str = "runs/small-tuned") -> dict[str, float]:
     return {row["method"]: float(row["optimizer.lr"]) for row in rows if row["chosen"] == "True"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_tune_writes_what_it_chose_and_goes_on_where_it_stopped(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def test_tune_writes_what_it_chose_and_goes_on_where_it_stopped(
     assert (stamps(), steps[0]) == (finished, 100)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_another_choice_moves_the_tested_runs_aside(capsys: Capsys) -> None:
     done(capsys, "tune", write(Path(), TUNE), 'compare=["fedavg"]', "tune.test_seeds=[0]")
     (lr,) = chosen().values()
@@ -264,6 +266,7 @@ def test_another_choice_moves_the_tested_runs_aside(capsys: Capsys) -> None:
     assert now["method"]["fields"]["optimizer"]["lr"] in grid
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_test_labels_have_no_say(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["tune", write(Path(), TUNE), 'compare=["fedavg"]', "tune.test_seeds=[0]", "tune.rounds=3"]
     done(capsys, *arguments)
@@ -287,6 +290,7 @@ def test_test_labels_have_no_say(capsys: Capsys, monkeypatch: pytest.MonkeyPatch
     assert a != b
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_settings_that_diverge_are_shown_and_never_chosen(capsys: Capsys) -> None:
     out = done(
         capsys, "tune", write(Path(), TUNE), 'compare=["fedavg","standalone"]', "tune.test_seeds=[0]",

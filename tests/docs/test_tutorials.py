@@ -6,14 +6,15 @@ import csv
 import json
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from fedlowrank.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "your-own-method.md").read_text()
@@ -29,17 +30,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_passes_the_battery_and_runs_from_the_command_line(folder: Path) -> None:
+def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints, which must succeed."""
+    words = shlex.split(command.replace("experiments/", f"{ROOT}/experiments/"))
+    # embedding plots take seconds, and no tutorial shows one
+    code = main([*words, "run.representations=0"] if words[0] in ("run", "compare") else words)
+    printed = capsys.readouterr()
+    assert code == 0, printed.out + printed.err
+    return printed.out
+
+
+def test_it_passes_the_battery_and_runs_from_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands = re.findall(r"^fedlowrank (.*)$", PAGE, re.MULTILINE)
     assert [c.split()[0] for c in commands] == ["check", "run", "compare"]
     for command in commands:
-        words = command.replace("experiments/", f"{ROOT}/experiments/").split()
-        found = subprocess.run(
-            [sys.executable, "-m", "fedlowrank.cli.main", *words], capture_output=True, text=True, check=False
-        )
-        assert found.returncode == 0, found.stdout + found.stderr
-        assert "FedExP" in found.stdout
-        assert "FAILED" not in found.stdout
+        printed = run_command(command, capsys)
+        assert "FedExP" in printed
+        assert "FAILED" not in printed
 
 
 def test_the_python_example_runs_and_is_the_formula(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,15 +99,6 @@ def last_record(folder: Path) -> dict[str, Any]:
     return found
 
 
-def run_command(command: str) -> str:
-    words = shlex.split(command.replace("experiments/", f"{ROOT}/experiments/"))
-    found = subprocess.run(
-        [sys.executable, "-m", "fedlowrank.cli.main", *words], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
-
-
 class TestPrivacyAndRobustness:
     """The commands of the page, in its order, and what the page says that they show."""
 
@@ -109,42 +109,62 @@ class TestPrivacyAndRobustness:
         assert names == ["list --trust", "small", "private", "local", "attacked", "secure"]
         assert len(TRUST.splitlines()) <= 120
 
-    def made(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    @pytest.fixture
+    def made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> Callable[..., Path]:
+        """Runs the command that writes the run folder of a name, with some settings replaced."""
         monkeypatch.chdir(tmp_path)
-        (command,) = (c for c in self.commands if f"-o runs/{name} " in c)
-        run_command(command)
-        return tmp_path / "runs" / name
 
-    def test_list(self) -> None:
-        assert "central" in run_command(self.commands[0])
+        def run(name: str, *replaced: tuple[str, str]) -> Path:
+            (command,) = (c for c in self.commands if f"-o runs/{name} " in c)
+            for setting, cheaper in replaced:
+                assert setting in command
+                command = command.replace(setting, cheaper)
+            run_command(command, capsys)
+            return tmp_path / "runs" / name
 
-    def test_compression(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        last = last_record(self.made("small", tmp_path, monkeypatch))
+        return run
+
+    def test_list(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "central" in run_command(self.commands[0], capsys)
+
+    def test_compression(self, made: Callable[..., Path]) -> None:
+        last = last_record(made("small"))
         # 5 % of the entries, a byte each, and a bit for the place of every entry, which had 4 bytes
         assert last["bytes_up"] / last["bytes_down"] == pytest.approx((0.05 + 1 / 8) / 4, rel=0.05)
 
-    def test_central_privacy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = self.made("private", tmp_path, monkeypatch)
+    def test_central_privacy(self, made: Callable[..., Path]) -> None:
+        folder = made("private")
         assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
         charged = [json.loads(line) for line in (folder / "privacy.jsonl").read_text().splitlines()]
         assert [line["round"] for line in charged] == [0, 1, 2]
         assert charged[-1]["clients"] == last_record(folder)["participants"]
 
-    def test_local_privacy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = self.made("local", tmp_path, monkeypatch)
+    def test_local_privacy(self, made: Callable[..., Path]) -> None:
+        folder = made("local")
         assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
 
-    def test_a_rule_against_an_attack(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = self.made("attacked", tmp_path, monkeypatch)
+    @pytest.mark.slow
+    def test_a_rule_against_an_attack(self, made: Callable[..., Path]) -> None:
+        folder = made("attacked")
         mean, krum = csv.DictReader((folder / "report.csv").read_text().splitlines())
         said = [float(x) / 100 for x in re.findall(r"\(here about (\d+) % and (\d+) %\)", TRUST)[0]]
         assert [float(row["accuracy_honest"]) for row in (mean, krum)] == pytest.approx(said, abs=0.1)
+        assert float(krum["hostile_weight"]) == 0
+
+    def test_one_round_under_attack_says_what_each_rule_let_in(self, made: Callable[..., Path]) -> None:
+        folder = made(
+            "attacked", ("run.rounds=8", "run.rounds=1"), ("defaults.epochs=5", "defaults.epochs=1")
+        )
+        mean, krum = csv.DictReader((folder / "report.csv").read_text().splitlines())
+        assert [0 <= float(row["accuracy_honest"]) <= 1 for row in (mean, krum)] == [True, True]
         assert mean["hostile_weight"] == ""
         assert float(krum["hostile_weight"]) == 0
         assert "honest clients" in (folder / "report.html").read_text()
 
-    def test_secure_sums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        last = last_record(self.made("secure", tmp_path, monkeypatch))
+    def test_secure_sums(self, made: Callable[..., Path]) -> None:
+        last = last_record(made("secure"))
         assert last["round"] == 2
         assert last["lost"] == {}
 

@@ -151,7 +151,7 @@ def test_the_numbers_of_the_header_reach_the_config(small):
     assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (LENGTH, 1, 2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.one_of(
         st.text(max_size=12),

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedlowrank.core import tree
 from fedlowrank.core.method import ClientInfo, Method
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_key
+from fedlowrank.engines.base import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.models import standard
 from fedlowrank.simulation.run import Run
@@ -25,6 +26,17 @@ INPUTS, CLASSES, WIDTH = 12, 4, 10
 SIZES = (23, 9, 31, 14)
 # label 3 belongs to client 2 alone
 OWNED = ((0, 1), (0, 1, 2), (2, 3), (1, 2))
+
+
+KINDS = (
+    *("standalone", "fedavg", "fedadam", "scaffold", "feddyn"),
+    *("ditto", "per_fedavg", "fedrep", "fedspa", "fedbabu"),
+    *("fedkd", "fd", "fedproto", "pfedlora"),
+    *("fedslr", "floral", "fedem", "ifca"),
+    *("fedhl", "hetlora", "fedit"),
+)
+"""A method of each kind of message, state and inference, for tests of code that all methods share. What is a method's
+own is tested by the battery of ``fedlowrank.testing.check``, which every method passes."""
 
 
 class Net(nn.Module):
@@ -128,3 +140,40 @@ def layers(params: dict[str, Tensor]) -> list[tuple[np.ndarray, np.ndarray]]:
 def start_of(federation: Federation) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Initial networks of all clients."""
     return [layers(federation.architectures[i.architecture].initial) for i in federation.infos]
+
+
+def view_of(run: Run, client: int, round: int | None = None, trainer: Any = None) -> Any:
+    """What the method of a client sees in a round, the next one by default."""
+    info, t = run.federation.infos[client], run.round if round is None else round
+    trainer = trainer or run.engine.trainer(run.method, run.federation, t, info)
+    return client_view(run.federation, run.task, t, info, trainer)
+
+
+def at(run: Run, client: int) -> tuple[Any, Any, Any]:
+    """State, download and view of a client after the rounds that were."""
+    info = run.federation.infos[client]
+    return run.state_of(info), run.method.download(run.state.server, info), view_of(run, client)
+
+
+def states(run: Run) -> list[Any]:
+    """State of every client, in order; all have taken part at least once, or the test would not see them."""
+    assert sorted(run.state.clients) == list(range(len(SIZES)))
+    assert all(len(r) == 3 for r in plan(run))
+    return [run.state.clients[k] for k in range(len(SIZES))]
+
+
+def same(found: Any, wanted: Any, atol: float = 1e-10) -> None:
+    """Nested lists of arrays agree up to rounding; what is found may hold tensors."""
+    if isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for f, w in zip(found, wanted, strict=True):
+            same(f, w, atol)
+        return
+    found = found.double().numpy() if isinstance(found, Tensor) else found
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+
+
+def close(a: Any, b: Any, atol: float = 1e-12) -> None:
+    """Two trees of tensors agree up to rounding."""
+    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)

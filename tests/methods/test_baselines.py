@@ -15,7 +15,6 @@ from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedavgm import FedAvgM
 from fedlowrank.methods.fedbabu import FedBABU
@@ -36,25 +35,21 @@ from .setting import (
     WIDTH,
     alike,
     arrays,
+    close,
     layers,
     order_of,
     plan,
     run_of,
+    same,
     start_of,
     train_data,
 )
-from .test_golden import same
 
 LR = 0.3
 LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 # no client of SIZES has a last batch of one example, which a batch normalization refuses
 NORMALIZED: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 7, "epochs": 2}
-
-
-@pytest.fixture(params=[Sequential, Vectorized])
-def engine(request: pytest.FixtureRequest) -> type[Engine]:
-    return request.param
 
 
 class Normalized(nn.Module):
@@ -80,10 +75,6 @@ def normalized(make: Any = Normalized) -> Federation:
     return Federation.from_arrays(arrays(), {"normalized": make}, classes=CLASSES)
 
 
-def assert_close(a: Any, b: Any) -> None:
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), a, b)
-
-
 # -- steps of the server -------------------------------------------------------------------------------------
 
 
@@ -103,7 +94,7 @@ def test_fedavgm(momentum: float, server_lr: float, engine: type[Engine]) -> Non
 def test_fedavgm_without_momentum_is_fedavg(weighting: Any) -> None:
     method = FedAvgM(server_momentum=0.0, weighting=weighting, **LOCAL)
     run = run_of(method, alike(), **SAMPLE)
-    assert_close(
+    close(
         run.state.server.model, run_of(FedAvg(weighting=weighting, **LOCAL), alike(), **SAMPLE).state.server
     )
 
@@ -171,7 +162,7 @@ def test_fednova_of_equal_numbers_of_steps_is_fedavg(optimizer: SGD) -> None:
     data = arrays(sizes=(23, 17, 24, 20))
     settings: dict[str, Any] = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
     nova, plain = (run_of(make(**settings), alike(clients=data), **SAMPLE) for make in (FedNova, FedAvg))
-    assert_close(nova.state.server, plain.state.server)
+    close(nova.state.server, plain.state.server)
     # with other numbers of steps it is another model
     nova, plain = (run_of(make(**settings), alike(), **SAMPLE) for make in (FedNova, FedAvg))
     assert any((nova.state.server[n] - p).abs().max() > 1e-3 for n, p in plain.state.server.items())
@@ -205,13 +196,13 @@ def test_fedbn(norm: type[nn.Module], kept: Any, engine: type[Engine]) -> None:
     start.load_state_dict(federation.architectures["normalized"].initial, strict=False)
     local = {"norm.weight", "norm.bias"}
     shared, own = baseline_reference.fedbn(start, local, train_data(federation), plan(run), LR)
-    assert_close(run.state.server, shared)
+    close(run.state.server, shared)
     assert sorted(run.state.clients) == list(range(len(SIZES)))
     for info in federation.infos:
-        assert_close(run.state.clients[info.id], own[info.id])
+        close(run.state.clients[info.id], own[info.id])
         # what a client infers by is the common model with its own scales and shifts
         model = {n: p for n, p in run.personal(info).items() if "running" not in n}
-        assert_close(model, {n: {**shared, **own[info.id]}[n] for n in model})
+        close(model, {n: {**shared, **own[info.id]}[n] for n in model})
         assert len(model) == 6
 
 

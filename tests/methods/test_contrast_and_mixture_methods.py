@@ -23,7 +23,7 @@ from fedlowrank.methods.moon import MOON
 from fedlowrank.methods.pfedme import PFedMe
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from golden import baselines_reference as golden
+from golden import contrast_and_mixture_reference as golden
 from golden import reference
 
 from .setting import (
@@ -37,21 +37,17 @@ from .setting import (
     layers,
     plan,
     run_of,
+    same,
     start_of,
+    states,
     train_data,
 )
-from .test_golden import same, states
 
 LR = 0.3
 LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 F32 = {"dtype": torch.float32}
 ABSENT = [sorted(set(range(CLASSES)) - set(y.tolist())) for _, y in train_data(alike())]
-
-
-@pytest.fixture(params=[Sequential, Vectorized])
-def engine(request: pytest.FixtureRequest) -> type[Engine]:
-    return request.param
 
 
 def given(run: Run) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key, client_view
-from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
@@ -31,7 +30,7 @@ from fedlowrank.simulation.run import Run
 from fedlowrank.training.local_data import LocalData
 from golden import dual_reference, reference
 
-from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data
+from .setting import SIZES, Net, alike, arrays, at, layers, plan, run_of, start_of, states, train_data
 
 LR = 0.3
 LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
@@ -51,11 +50,6 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=[Sequential, Vectorized])
-def engine(request: pytest.FixtureRequest) -> type[Engine]:
-    return request.param
-
-
 def same(found: Any, wanted: Any, atol: float = TOLERANCE) -> None:
     """Parameters and layers, or two trees, agree up to rounding."""
     if not isinstance(wanted, list):
@@ -66,13 +60,6 @@ def same(found: Any, wanted: Any, atol: float = TOLERANCE) -> None:
         np.testing.assert_allclose(f[1], w[1], rtol=0, atol=atol)
 
 
-def states(run: Run) -> list[Any]:
-    """State of every client, in order; three of four take part in a round, and all in some round."""
-    assert sorted(run.state.clients) == list(range(len(SIZES)))
-    assert all(len(r) == 3 for r in plan(run))
-    return [run.state.clients[k] for k in range(len(SIZES))]
-
-
 def mean_of_duals(run: Run) -> Any:
     """Mean over all clients of what they keep, those included that never took part."""
     return mean([run.state_of(i) for i in run.federation.infos], [1.0] * len(run.federation.infos))
@@ -80,10 +67,7 @@ def mean_of_duals(run: Run) -> Any:
 
 def inference(run: Run, client: int) -> tuple[Any, Any]:
     """The personal model of a client, and how it predicts."""
-    info = run.federation.infos[client]
-    trainer = run.engine.trainer(run.method, run.federation, run.round, info)
-    view = client_view(run.federation, run.task, run.round, info, trainer)
-    of = (run.state_of(info), run.method.download(run.state.server, info), view)
+    of = at(run, client)
     made = predictors(run.method, *of)
     return personal(run.method, *of), made if len(made) > 1 else made["personal"]
 

@@ -33,8 +33,7 @@ from fedlowrank.testing.check import CHECKS
 from fedlowrank.testing.check import federation as check_federation
 from golden import fedslr_reference as reference
 
-from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data
-from .test_golden import same
+from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, same, start_of, train_data
 
 DECAY = 1e-2
 OPTIMIZER = SGD(lr=0.2, weight_decay=DECAY, schedule=Schedule("exponential", factor=0.8))
@@ -42,11 +41,6 @@ LOCAL = {"optimizer": OPTIMIZER, "batch_size": 8, "epochs": 2}
 STRONG = {"lam": 0.06, "mu": 0.05, "eta_g": 5.0}
 """The threshold is 0.3: ranks fall, but the network lives."""
 STILL = "a learning rate of 0 changes no model"
-
-
-@pytest.fixture(params=[Sequential, Vectorized])
-def engine(request: pytest.FixtureRequest) -> type[Engine]:
-    return request.param
 
 
 def lr(round: int) -> float:

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines.base import Engine
-from fedlowrank.engines.sequential import Sequential
-from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
@@ -29,36 +26,24 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from golden import reference
 
-from .setting import CLASSES, SIZES, alike, layers, plan, run_of, start_of, train_data, unlike
+from .setting import (
+    CLASSES,
+    SIZES,
+    alike,
+    layers,
+    plan,
+    run_of,
+    same,
+    start_of,
+    states,
+    train_data,
+    unlike,
+)
 
 LR = 0.3
 LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 TOLERANCE = 1e-10
-
-
-@pytest.fixture(params=[Sequential, Vectorized])
-def engine(request: pytest.FixtureRequest) -> type[Engine]:
-    return request.param
-
-
-def same(found, wanted) -> None:
-    """Trees of arrays agree up to rounding."""
-    if isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted)
-        for f, w in zip(found, wanted, strict=True):
-            same(f, w)
-        return
-    found = found.double().numpy() if isinstance(found, Tensor) else found
-    assert found.shape == wanted.shape
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
-
-
-def states(run):
-    """State of every client, in order; all have taken part at least once, or the test would not see them."""
-    assert sorted(run.state.clients) == list(range(len(SIZES)))
-    assert all(len(r) == 3 for r in plan(run))
-    return [run.state.clients[k] for k in range(len(SIZES))]
 
 
 def test_standalone(engine: type[Engine]) -> None:

@@ -23,7 +23,6 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.method import Method, ServerView
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
@@ -42,7 +41,7 @@ from fedlowrank.simulation.client_store import ClientStore
 from fedlowrank.simulation.run import Run, State
 from fedlowrank.simulation.settings import RunSettings
 
-from .setting import CLASSES, Net, arrays, order_of, run_of
+from .setting import CLASSES, Net, arrays, order_of, run_of, view_of
 
 LR = 0.5
 LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
@@ -66,12 +65,6 @@ def close(a: Any, b: Any, atol: float = 1e-10) -> None:
 def whole(run: Run) -> dict[str, Tensor]:
     """W of every layer."""
     return {n: run.state.server.delta[n].dense() for n in NAMES}
-
-
-def view_of(run: Run, client: int) -> Any:
-    info = run.federation.infos[client]
-    trainer = run.engine.trainer(run.method, run.federation, run.round, info)
-    return client_view(run.federation, run.task, run.round, info, trainer)
 
 
 def replies_of(run: Run, clients: Sequence[int] = range(4)) -> list[Reply]:

@@ -17,7 +17,7 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.method import Batch, Request
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_view
+from fedlowrank.engines.base import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
@@ -43,26 +43,17 @@ from .setting import (
     order_of,
     plan,
     run_of,
+    same,
     start_of,
+    states,
     train_data,
+    view_of,
 )
-from .test_golden import same, states
 
 LR = 0.3
 LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 F32 = {"dtype": torch.float32}
-
-
-@pytest.fixture(params=[Sequential, Vectorized])
-def engine(request: pytest.FixtureRequest) -> type[Engine]:
-    return request.param
-
-
-def view_of(run: Run, client: int, round: int | None = None, trainer: Any = None) -> Any:
-    info, t = run.federation.infos[client], run.round if round is None else round
-    trainer = trainer or run.engine.trainer(run.method, run.federation, t, info)
-    return client_view(run.federation, run.task, t, info, trainer)
 
 
 def download(run: Run, client: int) -> Any:

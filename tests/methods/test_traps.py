@@ -19,7 +19,6 @@ from fedlowrank.core.loss import kl_divergence, soft_cross_entropy, square_error
 from fedlowrank.core.method import Batch, ServerView
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import client_view
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.linalg.factored import (
     Factored,
@@ -46,18 +45,21 @@ from golden import reference
 
 from .setting import (
     CLASSES,
+    KINDS,
     OWNED,
     SIZES,
     WIDTH,
     Net,
     alike,
     arrays,
+    at,
     layers,
     plan,
     run_of,
     start_of,
     train_data,
     unlike,
+    view_of,
 )
 
 LOCAL = {"optimizer": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
@@ -65,22 +67,8 @@ ONE_STEP = {"optimizer": SGD(lr=0.2), "batch_size": max(SIZES), "epochs": 1}
 F32 = {"dtype": torch.float32}
 
 
-def view_of(run: Run, client: int, round: int | None = None) -> Any:
-    info, t = run.federation.infos[client], run.round if round is None else round
-    return client_view(
-        run.federation,
-        run.task,
-        t,
-        info,
-        run.engine.trainer(run.method, run.federation, t, info),
-    )
-
-
 def predictor_of(run: Run, client: int) -> Any:
-    info = run.federation.infos[client]
-    return predictor(
-        run.method, run.state_of(info), run.method.download(run.state.server, info), view_of(run, client)
-    )
+    return predictor(run.method, *at(run, client))
 
 
 # -- what is sent --------------------------------------------------------------------------------------------
@@ -395,8 +383,8 @@ def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
         assert headline["test"][info.id] == (fresh.argmax(1) == y).mean()
 
 
-# the others infer by a mixture of several models, of which test_clusters.py speaks
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"ensemble", "fedem"}))
+# fedem infers by a mixture of several models, of which test_clusters.py speaks
+@pytest.mark.parametrize("name", sorted(set(KINDS) - {"fedem"}))
 def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: str) -> None:
     federation = (unlike if METHODS[name].heterogeneous else alike)()
     run = run_of(METHODS[name](**LOCAL), federation, steps=2)

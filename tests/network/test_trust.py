@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import federation as small
 from fedlowrank.training.tracing import TracingTrainer
-from methods.setting import Net, alike, arrays, unlike
+from methods.setting import KINDS, Net, alike, arrays, unlike
 
 from .trust_cases import aggregate
 
@@ -108,8 +109,8 @@ def test_every_method_with_its_default_settings(name: str) -> None:
     assert len(found.uploads) == 12
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_on_models_in_float64_with_adamw(name: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_methods_of_each_kind_on_models_in_float64_with_adamw(name: str) -> None:
     optimizer: Any = (
         SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5))
         if name in ("scaffold", "fednova")
@@ -128,9 +129,13 @@ def trains_factors(name: str) -> bool:
     return "tuning" in {f.name for f in dataclasses.fields(METHODS[name])}
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", UNEQUAL + EQUAL)
+@pytest.mark.parametrize(
+    ("name", "head", "wire"),
+    [
+        *itertools.product(("fedhl", "fedit"), HEADS, WIRES),
+        *((n, *pair) for n in (*UNEQUAL[1:], *EQUAL[1:]) for pair in zip(HEADS, WIRES, strict=True)),
+    ],
+)
 def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any) -> None:
     ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
     federation = Federation.from_arrays(
@@ -282,8 +287,8 @@ def texts() -> Federation:
 
 
 @pytest.mark.parametrize("data", [regression, images, texts])
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_methods_of_each_kind_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:
     if METHODS[name].needs_classes and data is not images:
         pytest.skip("needs classes")
     router = {"router": Router(update="mfl")} if name in ("floral", "ensemble") else {}
