@@ -35,6 +35,12 @@ def test_simulations_import_torch_and_nothing_else_that_is_heavy() -> None:
     assert not imported("from fedlowrank import Federation, simulate") & HEAVY
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "fedlowrank", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == f"fedlowrank {fedlowrank.__version__}\n"
+
+
 def test_every_public_name_is_found() -> None:
     assert all(getattr(fedlowrank, name) is not None for name in fedlowrank.__all__)
     assert {*fedlowrank.__all__} <= {*dir(fedlowrank)}
