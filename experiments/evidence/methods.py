@@ -50,6 +50,7 @@ class UnsharedAdapter(Method[None, dict[str, Any], None, None]):
         self, state: dict[str, Any], down: None, view: ClientView
     ) -> tuple[dict[str, Any], None]:
         """Model and adapter in turn; both stay."""
+        del down
         model, adapter = self.shared.local_update(state["model"], state["adapter"], view)
         return {"model": model, "adapter": adapter}, None
 
@@ -58,4 +59,5 @@ class UnsharedAdapter(Method[None, dict[str, Any], None, None]):
 
     def client_model(self, state: dict[str, Any], down: None, view: ClientView) -> ClientModel:
         """ω_k alone."""
+        del down, view
         return ClientModel(state["model"])

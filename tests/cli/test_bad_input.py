@@ -28,6 +28,18 @@ def test_a_missing_file(capsys: Capsys) -> None:
     assert files(Path()) == {}
 
 
+def test_no_method_and_a_function_as_data(capsys: Capsys) -> None:
+    file = write(
+        Path(), SMALL.replace('method = "fedavg"', "").replace('compare = ["standalone", "fedavg"]', "")
+    )
+    said = refused(capsys, "run", file)
+    assert "names no method" in said
+    assert "--method fedavg" in said
+    said = refused(capsys, "run", write(Path()), "data.source=my_data:load")
+    assert "numpy.savez" in said
+    assert "Federation.from_arrays" in said
+
+
 def test_a_folder_instead_of_a_file(capsys: Capsys) -> None:
     Path("folder.toml").mkdir()
     assert "folder.toml" in refused(capsys, "run", "folder.toml")
@@ -62,7 +74,7 @@ def test_extending_what_is_not_there_or_oneself(capsys: Capsys) -> None:
         ("[data]\nsource = 'digitz'", ("data", "digitz", "Did you mean 'digits'?")),
         ("[partition]\nkind = 'pathologic'", ("partition", "Did you mean 'pathological'?")),
         ("[split]\nkind = 'locl'", ("split", "Did you mean 'local'?")),
-        ("[model]\nnames = ['cnn11']", ("model.names", "cnn11", "Did you mean 'cnn1'?")),
+        ("method = 'fedavg'\n[model]\nnames = ['cnn11']", ("model.names", "cnn11", "Did you mean 'cnn1'?")),
         ("method = 'fedavgg'", ("fedavgg", "Did you mean 'fedavg'?")),
         ("compare = ['fedavg', 'fedpro']", ("fedpro", "Did you mean 'fedpro")),
         ("[run]\nengine = 'sequental'", ("run.engine", "Did you mean 'sequential'?")),

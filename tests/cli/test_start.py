@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 import fedlowrank
+import fedlowrank.methods.ifca
 from fedlowrank.cli.catalog import build_catalog
 from fedlowrank.cli.listing import CATALOG
 
@@ -37,6 +40,12 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     assert "torch" in memory[-1]
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "fedlowrank", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == f"fedlowrank {fedlowrank.__version__}\n"
+
+
 def test_every_public_name_is_found() -> None:
     assert all(getattr(fedlowrank, name) is not None for name in fedlowrank.__all__)
     assert {*fedlowrank.__all__} <= {*dir(fedlowrank)}
@@ -46,3 +55,12 @@ def test_every_public_name_is_found() -> None:
 
 def test_the_catalog_is_up_to_date() -> None:
     assert json.loads(CATALOG.read_text()) == build_catalog(), "run `make catalog`"
+
+
+def test_the_algorithm_of_a_method_keeps_its_lines_on_a_narrow_terminal() -> None:
+    command = [sys.executable, "-m", "fedlowrank", "list", "ifca"]
+    narrow = {**os.environ, "COLUMNS": "80"}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=narrow).stdout
+    algorithm = inspect.getdoc(fedlowrank.methods.ifca)
+    assert algorithm is not None
+    assert algorithm in printed

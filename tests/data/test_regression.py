@@ -345,3 +345,17 @@ def test_wrong_settings_of_the_teacher_are_refused(tmp_path: Any) -> None:
         ExperimentConfig.read(tmp_path / "e.toml", ["data.normalize=standard"]).federation()
     with pytest.raises(ConfigError, match=r"data\.seed"):
         ExperimentConfig.read(tmp_path / "e.toml", ["data.seed=walk"])
+
+
+def test_a_mean_accuracy_that_does_not_exist() -> None:
+    x = torch.arange(12.0)[:, None]
+    result = simulate("fedavg", Federation.from_arrays([(x, x)] * 2, nn.Linear(1, 1)), rounds=1)
+    with pytest.raises(DataError, match=r"no mean accuracy, because this is a regression.*to_frame"):
+        result.mean_accuracy()
+    untested = Federation.from_arrays([(x, x[:, 0].long() % 2)] * 2, nn.Linear(1, 2), test=0)
+    result = simulate("fedavg", untested, rounds=1)
+    with pytest.raises(
+        DataError, match=r"no mean accuracy, because no client has examples in the split 'test'"
+    ):
+        result.mean_accuracy()
+    assert 0 <= result.mean_accuracy("val") <= 1

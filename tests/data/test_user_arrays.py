@@ -190,3 +190,10 @@ def test_a_class_instead_of_a_method() -> None:
         simulate(5, federation(LABELS), rounds=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="simulate needs a federation"):
         simulate("fedavg", [(X, LABELS)], rounds=1)  # type: ignore[arg-type]
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    with pytest.raises(TaskError, match=r"model model .*\(1x4 and 5x3\)\. One example has the shape \[4\]\."):
+        federation(LABELS, model=nn.Linear(5, 3))
+    with pytest.raises(TaskError, match=r"client 1: model model .* One example has the shape \[2\]\."):
+        Federation.from_arrays([(X, LABELS), (X[:, :2], LABELS)], nn.Linear(4, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fedlowrank import Federation, load_runs, simulate
+from fedlowrank import SGD, Federation, load_runs, simulate
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import TaskError
 
@@ -45,7 +46,7 @@ def test_files_are_short_and_run_from_both_sides(
     assert "Weighted mean" in printed
 
     last = load_runs("runs", last=True).query("split == 'test'")
-    assert set(last["run"]) == {"metric", "data", "model", "method", "callback"}
+    assert set(last["run"]) == {"metric", "data", "model", "method", "loss", "callback"}
     of_metric = last[last["run"] == "metric"]["my_metric:recall_of_zero"]
     assert of_metric.between(0, 1).all()
     # averaging with weights n_k is FedAvg
@@ -56,6 +57,21 @@ def test_files_are_short_and_run_from_both_sides(
     table = names["result"].to_frame()
     assert isinstance(table, pd.DataFrame)
     np.testing.assert_array_equal(np.bincount(np.load("my_data.npz")["client"]), 50)
+
+
+def test_the_own_loss_is_the_one_that_is_minimized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_loss.py").write_text(FILES["my_loss.py"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(8) % 2
+    net = torch.nn.Linear(3, 2)
+    federation = Federation.from_arrays([(x, y)], net, val=0, test=0)
+    method = importlib.import_module("my_loss").SmoothFedAvg(optimizer=SGD(lr=0.5))
+    result = simulate(method, federation, rounds=1)
+    # one step on the full batch, by hand
+    loss = torch.nn.functional.cross_entropy(net(x), y, label_smoothing=0.1)
+    (gradient,) = torch.autograd.grad(loss, [net.weight])
+    assert torch.allclose(result.personal(0)["weight"], net.weight - 0.5 * gradient, atol=1e-6)
 
 
 def test_a_model_without_a_head_is_refused_with_what_to_type() -> None:

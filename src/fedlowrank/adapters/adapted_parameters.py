@@ -93,7 +93,7 @@ def find_adapted_parameters(
     # checks ranks even if only offsets are adapted
     for asked in (rank, *rank_pattern.values()):
         Fold((1, 1), (0,)).rank(asked)
-    unused = dict(rank_pattern)
+    unused: set[str | None] = {*rank_pattern}
     first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, AdaptedParameter] = {}
     for name, layer in module.named_modules():
@@ -111,8 +111,8 @@ def find_adapted_parameters(
                 found[own] = replace(found[own], note=_join_notes(found[own].note, f"shared with {name}"))
             else:
                 end = next((end for end in rank_pattern if f".{name}".endswith(f".{end}")), None)
-                unused.pop(end, None)
                 r = rank if end is None else rank_pattern[end]
+                unused.discard(end)
                 made = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
                 found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
     if not found:
@@ -128,7 +128,7 @@ def find_adapted_parameters(
     if unused:
         layers = dict.fromkeys(name.rpartition(".")[0] for name in found)
         raise ConfigError(
-            f"rank_pattern: no layer with adaptors has a name that ends in {next(iter(unused))!r}; they are "
+            f"rank_pattern: no layer with adaptors has a name that ends in {min(map(str, unused))!r}; they are "
             f"{', '.join(map(repr, layers))}"
         )
     return found

@@ -86,11 +86,14 @@ def add_lora(
         The module; its output is at first the original's exactly.
 
     Raises:
-        TaskError: if nothing matches, a rank is above a dimension, or a layer cannot be adapted.
+        TaskError: if nothing matches, a rank is above a dimension, a layer cannot be adapted or is lazy.
         ConfigError: if the rank is below 1.
     """
     if rank < 1:
         raise ConfigError(f"the rank of LoRA must be at least 1; it is {rank}")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TaskError(f"{name} belongs to a lazy layer without a shape; run one forward pass first")
     made = copy.deepcopy(module)
     scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
     key = Key((0,)) if key is None else key

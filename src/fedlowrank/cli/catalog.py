@@ -59,7 +59,9 @@ def show_method(name: str) -> int:
     if ":" in name:
         raise ConfigError(f"list imports no code; test {name!r} by `fedlowrank check`")
     cls = method_class(name)
-    OUT.print(inspect.getdoc(sys.modules[cls.__module__]) or "", highlight=False)
+    OUT.print(
+        inspect.getdoc(sys.modules[cls.__module__]) or "", highlight=False, markup=False, soft_wrap=True
+    )
     table = Table("field", "default", "meaning", title=f"[methods.{name}]", title_justify="left")
     for f in list_fields(cls):
         table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)

@@ -77,6 +77,11 @@ class DataSettings:
             raise ConfigError(
                 f"data.source {name!r} is text, which needs a section [language] with the path of a model"
             )
+        if ":" in name:
+            raise ConfigError(
+                f"data.source {name!r}: a function cannot be a source. Let it write an .npz file (numpy.savez with x, y "
+                'and client) and set source = "arrays", or pass its arrays to Federation.from_arrays in Python.'
+            )
         own = {key: value for key, value in values.items() if key not in shared}
         source = build_tagged(TEXT_SOURCES if language else SOURCES, own, "data", "digits", "source")
         return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))

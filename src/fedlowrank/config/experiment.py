@@ -235,8 +235,13 @@ class ExperimentConfig(pydantic.BaseModel):
             name: what the command line names, or None for what the file names.
 
         Raises:
-            ConfigError: if the file names only methods to compare.
+            ConfigError: if the file names no method, or only methods to compare.
         """
+        if not name and not self.method and not self.compare:
+            raise ConfigError(
+                'the experiment names no method. Choose one, such as --method fedavg, or write method = "fedavg" at '
+                "the top of the file; `fedlowrank list` shows all."
+            )
         if not name and not self.method and len(self.compare) > 1:
             raise ConfigError(
                 f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. "

@@ -16,7 +16,7 @@ from ..core.errors import DataError, TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
-from ..models.architecture import Architecture, build_architecture
+from ..models.architecture import Architecture, build_architecture, describe_example
 from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
 from .partitions import read_partitions
@@ -125,8 +125,15 @@ class Federation:
         first = {(i.architecture, _input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)}
         for (name, _), client in first.items():
             examples = self.clients[client].train
-            with torch.inference_mode():
-                shape = list(self.architectures[name].probe(_first_input(examples)).shape)
+            example = _first_input(examples)
+            try:
+                with torch.inference_mode():
+                    shape = list(self.architectures[name].probe(example).shape)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise TaskError(
+                    f"client {client}: model {name} does not take its inputs: {error}. {describe_example(example)} "
+                    "Inputs of all clients with the same model need one shape that the model takes."
+                ) from error
             found = f"client {client}: model {name} makes {shape} of one example, but"
             if examples.regression:
                 if shape != [1, examples.y.shape[1]]:

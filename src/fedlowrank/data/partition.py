@@ -269,7 +269,10 @@ class Natural:
         """See `Partition.assign`; clients are in the order of their ids."""
         check_labels(labels, classes, 1, regression=True)
         if natural is None:
-            raise DataError("the data set has no natural clients; use another partition, e.g. 'dirichlet'.")
+            raise DataError(
+                "the data set has no natural clients. Name the column of the clients in data.client (in an .npz "
+                "file: save an array 'client'), or use another partition, e.g. 'dirichlet'."
+            )
         ids, counts = np.unique(natural[natural >= 0], return_counts=True)
         ids = ids[counts >= self.min_examples]
         wanted = len(ids) if self.clients is None else self.clients

@@ -150,11 +150,13 @@ class LowRankTeacher:
             torch.linalg.qr(_draw_normal(key / name, size, self.rank))[0]
             for name, size in (("U", self.classes), ("V", self.inputs))
         )
-        parts = []
-        for part, n in (("train", self.examples), ("test", self.test)):
-            x = _draw_normal(key / part, n, self.inputs)
-            parts.append(Examples(x.float(), (x @ right @ left.T).argmax(1)))
-        return Dataset("low_rank_teacher", *parts, tuple(map(str, range(self.classes))))
+
+        def draw(part: str, count: int) -> Examples:
+            x = _draw_normal(key / part, count, self.inputs)
+            return Examples(x.float(), (x @ right @ left.T).argmax(1))
+
+        classes = tuple(map(str, range(self.classes)))
+        return Dataset("low_rank_teacher", draw("train", self.examples), draw("test", self.test), classes)
 
 
 def _first_key(name: str, seed: int | Literal["run"]) -> Key:

@@ -26,10 +26,10 @@ from ..core.tree import Params
 
 @dataclass(frozen=True)
 class Ditto(Method[Params, Params, Params, Params]):
-    """FedAvg, and beside it a personal model that is pulled towards the global one.
+    """FedAvg, and a personal model with a proximal term towards the global one.
 
     Attributes:
-        lam: λ ≥ 0, strength of the pull.
+        lam: λ ≥ 0, weight of the proximal term.
         personal_epochs: of the personal model; None for as many as of the global one.
     """
 

@@ -53,7 +53,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
     """Local objectives whose linear term makes their minimizers agree with that of the mean objective.
 
     Attributes:
-        alpha: α > 0, strength of the pull towards the global model.
+        alpha: α > 0, weight of the proximal term towards the global model.
         evaluate: infer by the cloud model θ, or by the mean of the last replies.
     """
 
@@ -81,8 +81,8 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
     def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
         loss = supervised_loss(view.model)
-        pull = ProximalTerm(self.alpha, center=down.model, linear=state)
-        theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=pull)
+        proximal = ProximalTerm(self.alpha, center=down.model, linear=state)
+        theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=proximal)
         return add(state, sub(theta, down.model), -self.alpha), theta
 
     def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:

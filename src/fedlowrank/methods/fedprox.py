@@ -23,10 +23,10 @@ from ..core.tree import Params
 
 @dataclass(frozen=True)
 class FedProx(Method[Params, None, Params, Params]):
-    """FedAvg with a pull of every local model towards the global one.
+    """FedAvg with a proximal term that keeps each local model near the global one.
 
     Attributes:
-        mu: μ ≥ 0, strength of the pull; the paper tunes it over 0.001, 0.01, 0.1 and 1.
+        mu: μ ≥ 0, weight of the proximal term; the paper tunes it over 0.001, 0.01, 0.1 and 1.
     """
 
     mu: float = 0.01

@@ -13,7 +13,7 @@ participation).
 
 M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every
 weight of two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The
-model is w + p_i; the series ``gkr`` is w alone. The pull towards w^t and γ_i enter the gradient explicitly;
+model is w + p_i; the series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter the gradient explicitly;
 the optimizer's weight decay is part of f_i in both phases. Departures: p_i starts at zero, where the authors'
 code starts it at w^0 (``personal_start``; and there, too, p_i of a normalization layer starts at zero here,
 for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the server (Algorithm 3); with
@@ -76,7 +76,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         fusion_epochs: of phase II.
         lam: λ ≥ 0, weight of the penalty on w.
         mu: μ ≥ 0, weight of the penalty on p_i.
-        eta_g: η_g > 0, proximal step; its inverse is the strength of the pull towards w^t.
+        eta_g: η_g > 0, proximal step; its inverse is the weight of the proximal term towards w^t.
         shared: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
         private: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition
             a step).

@@ -334,9 +334,15 @@ def build_architecture(
         TaskError: if the factory fails, makes no module, or the module does not take the example.
     """
     try:
-        module = model if isinstance(model, nn.Module) else build_module(model, key)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"its factory makes a {type(module).__name__}, not a torch.nn.Module")
+
+        def make() -> nn.Module:
+            made = model if isinstance(model, nn.Module) else model()
+            if not isinstance(made, nn.Module):
+                raise TypeError(f"its factory makes a {type(made).__name__}, not a torch.nn.Module")
+            _initialize_lazy_layers(name, made, example)
+            return made
+
+        module = build_module(make, key)
         made = Architecture(name, module, example, head)
         with torch.inference_mode():
             made.probe(example)
@@ -348,9 +354,39 @@ def build_architecture(
         raise
     except Exception as error:
         raise TaskError(
-            f"model {name} cannot be used with this data: {type(error).__name__}: {error}"
+            f"model {name} cannot be used with this data: {type(error).__name__}: {error}. "
+            f"{describe_example(example)}"
         ) from error
     return made
+
+
+def describe_example(example: Any) -> str:
+    """A sentence on the shape of one input ``[1, ...]``, or of a dict of such, for messages."""
+    if isinstance(example, dict):
+        shapes = ", ".join(f"{n!r} {list(t.shape[1:])}" for n, t in example.items())
+        return f"The inputs of one example have the shapes {shapes}."
+    return f"One example has the shape {list(example.shape[1:])}."
+
+
+def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
+    """Give layers such as ``nn.LazyLinear`` their shapes by a forward pass of one example.
+
+    Raises:
+        TaskError: if a lazy layer takes no part in the forward pass.
+    """
+    if not _lazy_parameters(module):
+        return
+    with torch.no_grad():
+        _ = module.eval()(**example) if isinstance(example, dict) else module.eval()(example)
+    if remaining := _lazy_parameters(module):
+        raise TaskError(
+            f"model {name}: the parameter {remaining[0]} of a lazy layer has no shape, because forward does not use "
+            "that layer. Use it, remove it, or give its size: nn.Linear(8, 3), not nn.LazyLinear(3)."
+        )
+
+
+def _lazy_parameters(module: nn.Module) -> list[str]:
+    return [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
 
 
 def build_module(make: Callable[[], nn.Module], key: Key) -> nn.Module:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..adapters.deployment import Layout
 from ..adapters.state_dict import full_state_dict
+from ..core.errors import DataError
 from ..core.tree import Params
 from .export import export
 from .records import RoundRecord
@@ -44,9 +45,21 @@ class Result:
         return found[series or next(iter(found))][split]
 
     def mean_accuracy(self, split: str = "test", series: str | None = None) -> float:
-        """Mean over the clients of :meth:`accuracy`, hostile ones (``attack``) left out."""
+        """Mean over the clients of :meth:`accuracy`, hostile ones (``attack``) left out.
+
+        Raises:
+            DataError: if no client has an accuracy: the task is a regression, or the split has no examples.
+        """
         hostile, found = self.run.hostile, self.accuracy(split, series)
         known = [a for i, a in enumerate(found) if a is not None and i not in hostile]
+        if not known:
+            cause = f"no client has examples in the split {split!r}"
+            if self.run.federation.clients[0].train.regression:
+                cause = "this is a regression"
+            raise DataError(
+                f"there is no mean accuracy, because {cause}. The losses are in the column 'loss' of "
+                "result.to_frame(last=True)."
+            )
         return sum(known) / len(known)
 
     def to_frame(self, *, last: bool = False) -> pd.DataFrame:
