@@ -101,7 +101,7 @@ def test_imports_go_downwards_only() -> None:
 
 
 def test_the_root_holds_no_loose_files() -> None:
-    assert {p.name for p in SOURCE.iterdir() if p.is_file()} == {"__init__.py", "py.typed"}
+    assert {p.name for p in SOURCE.iterdir() if p.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
 
 
 def test_a_bare_pytest_computes_on_one_thread_as_make_test_does() -> None:

@@ -66,8 +66,7 @@ class Floral(nn.Module):
     (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is
     refused: it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other
     recomputation in the backward pass (reversible blocks) is not recognized and gives wrong gradients. A
-    layer must read its weight as its own attribute. A warning names weight matrices without adaptors, such as
-    those of an LSTM.
+    layer must read its weight as its own attribute. A warning names weights without adaptors (an LSTM's).
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
@@ -126,8 +125,8 @@ class Floral(nn.Module):
         super().__init__()
         _check_settings(model, rank, num_clusters, alpha, router)
         is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
-        shape = (construction, tuple(kinds), is_included, rank_pattern)
-        self._adapted = find_adapted_parameters(model, rank, *shape)
+        how = (construction, tuple(kinds), is_included, rank_pattern)
+        self._adapted = find_adapted_parameters(model, rank, *how)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None
