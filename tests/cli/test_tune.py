@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 import tomllib
 from pathlib import Path
@@ -64,6 +65,14 @@ def test_a_run_is_scored_by_the_validation_of_its_clients() -> None:
     some = [{"id": 0, "unseen": True}, {"id": 1}, {"id": 2}]
     assert score_run(record(rounds, some), "best") == (0.5, 5, False)
     assert score_run(record(rounds, [{"id": 0}, {"id": 1, "hostile": True}]), "last") == (0.6, 7, False)
+
+
+def test_a_run_is_scored_by_the_series_asked_for_or_else_by_its_first() -> None:
+    tables = {"personal": {"val": [0.1, 0.3], "test": [0, 0]}, "server": {"val": [0.5, 0.7], "test": [0, 0]}}
+    both = dataclasses.replace(by_clients(1, [0.0, 0.0], [0.0, 0.0]), accuracy=tables)
+    assert score_run(record([both], CLIENTS), "last", "server") == (0.6, 1, False)
+    assert score_run(record([both], CLIENTS), "last", "gkr") == (0.2, 1, False)
+    assert score_run(record([both], CLIENTS), "last") == (0.2, 1, False)
 
 
 def test_a_regression_is_scored_by_its_loss_and_what_is_not_finite_has_no_score() -> None:
@@ -182,6 +191,12 @@ def test_a_field_that_a_method_lacks_is_refused_before_anything_runs(capsys: Cap
         capsys, "tune", write(Path(), TUNE), "split.val=0", "split.test=0.6"
     )
     assert not Path("runs").exists()
+
+
+def test_a_series_that_no_method_has_is_refused(capsys: Capsys) -> None:
+    found = refused(capsys, "tune", write(Path(), TUNE), "tune.series=globl", "tune.seeds=[10]")
+    assert "tune.series: no method has the series 'globl'" in found
+    assert not list(Path("runs").glob("*/tuning.csv"))
 
 
 def test_the_section_prints_itself() -> None:

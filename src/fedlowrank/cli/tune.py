@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..config.comparison import PlannedRun, find_changes, plan_runs, refuse_conflicts
 from ..config.experiment import ExperimentConfig
+from ..config.tune_section import TuneSettings
 from ..config.tuning import (
     TUNED,
     Setting,
@@ -18,7 +19,7 @@ from ..config.tuning import (
     settings_of,
     tuned_experiment,
 )
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_checkpoint_error, write_atomically
 from ..report.text_table import to_rich
 from ..report.tuning import tuning_csv, tuning_markdown, tuning_tables
@@ -73,11 +74,12 @@ def tune_experiment(
         show_failures(outcomes)
         OUT.print("The choice needs all tuning runs. Start the same command again to go on with them.")
         return None
+    _require_series(outcomes, tune.series)
     by_folder = {outcome.run.folder: outcome for outcome in outcomes}
     names = experiment.compared_methods
     titles = _unique_titles(experiment)
     scored = {
-        titles[name]: [_with_scores(one, by_folder, tune.at) for one in plan if one.method == name]
+        titles[name]: [_with_scores(one, by_folder, tune) for one in plan if one.method == name]
         for name in names
     }
     chosen = {title: choose(settings) for title, settings in scored.items()}
@@ -144,6 +146,19 @@ def _require_validation(one: PlannedRun) -> None:
         )
 
 
+def _require_series(outcomes: Sequence[Outcome], series: str | None) -> None:
+    """Refuse to judge by models that no method has, such as by a misspelled name."""
+    finished = [outcome.run.folder for outcome in outcomes if outcome.state == "finished"]
+    if series is None or not finished:
+        return
+    tables = [record.accuracy or {} for folder in finished for record in RunRecord.load(folder).rounds[-1:]]
+    known = {name for table in tables for name in table}
+    if series not in known:
+        raise ConfigError(
+            f"tune.series: no method has the series {series!r}. {did_you_mean(series, sorted(known))}"
+        )
+
+
 def _unique_titles(experiment: ExperimentConfig) -> dict[str, str]:
     """Titles of methods by name, with the name where two have the same."""
     titles = {name: experiment.method_title(name) for name in experiment.compared_methods}
@@ -153,12 +168,16 @@ def _unique_titles(experiment: ExperimentConfig) -> dict[str, str]:
     }
 
 
-def _with_scores(setting: Setting, outcomes: dict[Path, Outcome], at: str) -> Setting:
+def _with_scores(setting: Setting, outcomes: dict[Path, Outcome], tune: TuneSettings) -> Setting:
     """A setting with the scores of its runs; a run that did not finish has none."""
     scores, messages = [], []
     for run in setting.runs:
         outcome = outcomes[run.folder]
-        score = score_run(RunRecord.load(run.folder), at) if outcome.state == "finished" else None
+        score = (
+            score_run(RunRecord.load(run.folder), tune.at, tune.series)
+            if outcome.state == "finished"
+            else None
+        )
         scores.append(score)
         seed = f"seed {run.experiment.run.seed}"
         if outcome.state == "refused":

@@ -23,6 +23,8 @@ class TuneSettings:
         measure: what settings are chosen by; validation is the mean over clients of the validation accuracy,
             of a regression the mean validation loss.
         at: round of the measure: last, or best for the best of all evaluated rounds.
+        series: which models are measured, such as "server"; by default each method's first series. A method
+            without that series is measured by its first.
         rounds: of a tuning run; by default run.rounds.
         grid: fields of every method and the values to try, such as "optimizer.lr" = [0.01, 0.1].
         methods: fields of single methods and the values to try, combined with those of the grid above.
@@ -32,6 +34,7 @@ class TuneSettings:
     test_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     measure: Literal["validation"] = "validation"
     at: Literal["last", "best"] = "last"
+    series: str | None = None
     rounds: int | None = None
     grid: Mapping[str, Any] = field(default_factory=dict)
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -166,7 +166,7 @@ def _default_table(value: Any) -> dict[str, Any]:
     return {**kind, **print_fields(value, True)}
 
 
-def score_run(run: RunRecord, at: str) -> Score | None:
+def score_run(run: RunRecord, at: str, series: str | None = None) -> Score | None:
     """Score a run by validation: the mean over the clients that can train and are not hostile.
 
     Test results are not read.
@@ -174,6 +174,7 @@ def score_run(run: RunRecord, at: str) -> Score | None:
     Args:
         run: that has finished.
         at: ``last`` or ``best``, the evaluated round.
+        series: which models; see :class:`.tune_section.TuneSettings`.
 
     Returns:
         The score, or None if it is not finite.
@@ -182,7 +183,7 @@ def score_run(run: RunRecord, at: str) -> Score | None:
         ConfigError: if no client has validation examples.
     """
     apart = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
-    found = [score for record in run.rounds if (score := _validation(record, apart)) is not None]
+    found = [score for record in run.rounds if (score := _validation(record, apart, series)) is not None]
     if not found:
         raise ConfigError(
             f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
@@ -193,9 +194,10 @@ def score_run(run: RunRecord, at: str) -> Score | None:
     return best if best is not None and math.isfinite(best.value) else None
 
 
-def _validation(record: RoundRecord, apart: Collection[int]) -> Score | None:
-    for table, is_loss in ((record.accuracy, False), (record.risk, True)):
-        values = next(iter((table or {}).values()), {}).get("val", [])
+def _validation(record: RoundRecord, apart: Collection[int], series: str | None) -> Score | None:
+    for found, is_loss in ((record.accuracy, False), (record.risk, True)):
+        table = found or {}
+        values = table.get(series or "", next(iter(table.values()), {})).get("val", [])
         known = [v for client, v in enumerate(values) if v is not None and client not in apart]
         if known:
             return Score(sum(known) / len(known), record.round, is_loss)
