@@ -1,0 +1,132 @@
+"""The evidence tables: what is computed from runs, and that the pages show what the committed figures give."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from fedlowrank.config.experiment import ExperimentConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("evidence", ROOT / "docs" / "evidence.py")
+assert spec is not None
+assert spec.loader is not None
+evidence = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(evidence)
+RESULTS = ROOT / "docs" / "results"
+SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
+ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
+FILES = sorted(p for p in (ROOT / "experiments" / "evidence").glob("*.toml") if not p.stem.startswith("base"))
+
+
+def rows() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Two clients, two evaluated rounds of three, series personal and server."""
+    values = {1: {"personal": ([0.1, 0.3], [0.5, 0.7]), "server": ([0.2, 0.2], [0.4, 0.0])}}
+    values[3] = {"personal": ([0.5, 0.7], [0.9, 0.5]), "server": ([0.6, 0.6], [0.2, 0.4])}
+    runs = [
+        {
+            "method": "m",
+            "seed": 7,
+            "round": r,
+            "client": k,
+            "series": s,
+            "split": split,
+            "accuracy": v[k],
+            "loss": 9.0,
+        }
+        for r, series in values.items()
+        for s, parts in series.items()
+        for split, v in zip(("val", "test"), parts, strict=True)
+        for k in range(2)
+    ]
+    rounds = [{"method": "m", "seed": 7, "round": r, "bytes_up": 10 * r, "bytes_down": 1} for r in range(4)]
+    return pd.DataFrame(runs), pd.DataFrame(rounds)
+
+
+def test_runs_are_summarized_by_round_and_series() -> None:
+    found = evidence.summarize_runs(*rows()).set_index(["series", "round"])
+    last = found.loc["personal", 3]
+    assert (last["val"], last["test"], last["worst"]) == pytest.approx((0.6, 0.7, 0.5))
+    assert (last["bytes_up"], last["bytes_down"]) == (60, 4)
+    assert found.loc["server", 1]["test"] == pytest.approx(0.2)
+    assert found["headline"].to_dict() == {
+        (s, r): s == "personal" for s in ("personal", "server") for r in (1, 3)
+    }
+    runs, rounds = rows()
+    losses = evidence.summarize_runs(runs.assign(accuracy=np.nan, loss=runs["accuracy"]), rounds)
+    assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sign", "verdict"),
+    [
+        (0.1, 0.2, "+", "holds"),
+        (0.1, 0.2, "-", "does not hold"),
+        (-0.2, -0.1, "+", "does not hold"),
+        (-0.2, -0.1, "-", "holds"),
+        (-0.1, 0.2, "+", "undecided"),
+        (-0.1, 0.2, "-", "undecided"),
+    ],
+)
+def test_a_verdict_is_that_of_the_interval(low: float, high: float, sign: str, verdict: str) -> None:
+    assert evidence.judge(low, high, sign) == verdict
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
+    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
+    assert evidence.table(name, SETTINGS["experiments"][name]["baseline"]) in page
+
+
+def test_the_summary_shows_the_claims() -> None:
+    assert evidence.claims_table() in (RESULTS / "index.md").read_text()
+
+
+def last(name: str, method: str, claim: dict[str, Any]) -> dict[int, float]:
+    """The last round of each seed, read as text."""
+    with (RESULTS / "evidence" / f"{name}.csv").open(newline="") as file:
+        own = [row for row in csv.DictReader(file) if row["method"] == method]
+    series = claim.get("series")
+    own = [row for row in own if (row["series"] == series if series else row["headline"] == "True")]
+    end = max(int(row["round"]) for row in own)
+    return {
+        int(row["seed"]): float(row[claim.get("column", "test")]) for row in own if int(row["round"]) == end
+    }
+
+
+@pytest.mark.parametrize(
+    "claim", [c for c in SETTINGS["claims"] if "experiment" in c], ids=lambda c: c["claim"][:40]
+)
+def test_a_claims_interval_is_the_textbooks(claim: dict[str, Any]) -> None:
+    a, b = (last(claim["experiment"], claim[side], claim) for side in ("method", "against"))
+    assert a.keys() == b.keys()
+    assert len(a) >= 5
+    differences = np.array([a[seed] - b[seed] for seed in a])
+    half = stats.t.ppf(0.975, len(a) - 1) * differences.std(ddof=1) / len(a) ** 0.5
+    low, high = differences.mean() - half, differences.mean() + half
+    good = low > 0 if claim["expected"] == "+" else high < 0
+    line = next(line for line in (RESULTS / "index.md").read_text().splitlines() if claim["claim"] in line)
+    assert ("**holds**" in line) == good
+    scale, digits = (1e-6, 2) if claim.get("column", "").startswith("bytes") else (100, 1)
+    assert f"[{low * scale:+.{digits}f}, {high * scale:+.{digits}f}]".replace("-", "−") in line
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_an_experiment_follows_the_protocol(path: Path) -> None:
+    made = ExperimentConfig.read(path)
+    assert made.tune is not None
+    assert path.stem == made.name
+    assert made.name in SETTINGS["experiments"]
+    assert len(made.tune.seeds) >= 2
+    assert len(made.tune.test_seeds) >= 5
+    for name in made.compared_methods:
+        assert len(made.tune.grid_of(name)["optimizer.lr"]) >= 3
+    assert SETTINGS["experiments"][made.name]["baseline"] in made.compared_methods
