@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,43 +160,70 @@ def difference(results: pd.DataFrame, method: str, against: str, column: str = "
     )
 
 
-def table(name: str, baseline: str) -> str:
-    """The results of an experiment as Markdown: mean ± half-width of the 95 % interval, and paired differences."""
+def table(name: str, baseline: str, target: str | None = None) -> str:
+    """The results of an experiment as Markdown.
+
+    Args:
+        name: of the experiment.
+        baseline: with which every method is compared.
+        target: a method; bytes are counted until its last result is reached, both ways, seed by seed.
+    """
     figures, experiment = read_figures(name), ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
-    source = json.loads((FIGURES / f"{name}.json").read_text())
-    scale, digits = (100.0, 1) if figures["test"].max() <= 1 and not _is_regression(name) else (1.0, 4)
-    own, server = last_results(figures, None), last_results(figures, "server")
-    chosen = _chosen(name)
+    source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
+    assert tune is not None, name
+    scale, digits = (1.0, 4) if _is_regression(name) else (100.0, 1)
+    against = f"minus {source['titles'][baseline]}"
+    series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
         "method",
         "chosen",
         "test",
+        against,
+        *(h for s in series[1:] for h in (s, against)),
         "worst client",
-        "server",
-        f"minus {source['titles'][baseline]}",
+    ]
+    heads += [
         "last quarter",
+        "MB up",
+        "MB down",
+        *([f"MB to {source['titles'][target]}'s result"] if target else []),
     ]
-    lines = ["| " + " | ".join([*heads, "MB up", "MB down"]) + " |", "| :--- | :--- |" + " ---: |" * 7]
+    lines = [_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
     for method in dict.fromkeys(figures["method"]):
-        rows = own.loc[method]
         cells = [source["titles"][method], chosen.get(method, "")]
-        cells += [_mean(rows[column] * scale, digits) for column in ("test", "worst")]
-        cells.append(_mean(server.loc[method]["test"] * scale, digits) if method in server.index else "")
-        cells.append("" if method == baseline else _text(difference(own, method, baseline), scale, digits))
-        cells.append(f"{_rise(figures, method) * scale:+.{digits}f}".replace("-", "−"))
+        for one in series:
+            results = last_results(figures, one)
+            there = method in results.index.get_level_values("method")
+            cells.append(_mean(results.loc[method]["test"] * scale, digits) if there else "")
+            compared = there and method != baseline and baseline in results.index.get_level_values("method")
+            cells.append(_text(difference(results, method, baseline), scale, digits) if compared else "")
+        rows = last_results(figures, None).loc[method]
+        cells.append(_mean(rows["worst"] * scale, digits))
+        cells.append(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}".replace("-", "−"))
         cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
-        lines.append("| " + " | ".join(cells) + " |")
-    seeds = sorted(set(figures["seed"]))
-    tune = experiment.tune
-    assert tune is not None, name
-    lines += [
-        "",
-        f"{'Loss' if _is_regression(name) else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds "
-        f"{', '.join(map(str, seeds))}, settings chosen on {', '.join(map(str, tune.seeds))}. Commit {source['commit']}, "
-        f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
-        f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`.",
-    ]
-    return "\n".join(lines)
+        cells += [_bytes_to(figures, method, target)] if target else []
+        lines.append(_row(cells))
+    seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
+    return "\n".join(lines) + (
+        f"\n\n{'Loss' if _is_regression(name) else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
+        f"settings chosen on {', '.join(map(str, tune.seeds))}. Commit {source['commit']}, {source['machine']}, torch "
+        f"{source['versions']['torch']}. [Figures](evidence/{name}.csv), [every setting tried](evidence/{name}-tuning.csv), "
+        f"`python docs/evidence.py run {name}`."
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _bytes_to(figures: pd.DataFrame, method: str, target: str) -> str:
+    """Bytes both ways until the last result of a target method, in MB; how many seeds reached it if not all."""
+    goal = last_results(figures, None).loc[target]["test"]
+    own = figures[(figures["method"] == method) & figures["headline"]].sort_values("round")
+    reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").first()
+    if len(reached) < len(goal):
+        return f"{len(reached)} of {len(goal)} seeds"
+    return f"{(reached['bytes_up'] + reached['bytes_down']).mean() / 1e6:.2f}"
 
 
 def _is_regression(name: str) -> bool:
@@ -226,9 +254,10 @@ def _name_setting(field: str, value: str, tried: set[str]) -> str:
     return f"{field.rpartition('.')[2]} {value}{edge}"
 
 
-def _rise(figures: pd.DataFrame, method: str) -> float:
-    """Validation at the last round minus three quarters of the way, mean over seeds."""
-    own = figures[(figures["method"] == method) & figures["headline"]]
+def _rise(figures: pd.DataFrame, method: str, series: str | None) -> float:
+    """Validation at the last round minus three quarters of the way, mean over seeds, of the models that were tuned."""
+    own = figures[figures["method"] == method]
+    own = own[own["series"].eq(series)] if series in set(own["series"]) else own[own["headline"]]
     by_round = own.groupby("round")["val"].mean()
     before = by_round[by_round.index <= 0.75 * by_round.index.max()]
     return float(by_round.iloc[-1] - before.iloc[-1])
@@ -294,7 +323,7 @@ def write() -> None:
     settings = tomllib.loads((RESULTS / "evidence.toml").read_text())
     for name, found in settings["experiments"].items():
         if (FIGURES / f"{name}.csv").exists():
-            paste(RESULTS / found["page"], name, table(name, found["baseline"]))
+            paste(RESULTS / found["page"], name, table(name, found["baseline"], found.get("target")))
     paste(RESULTS / "index.md", "claims", claims_table())
 
 

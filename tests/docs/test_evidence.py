@@ -65,6 +65,21 @@ def test_runs_are_summarized_by_round_and_series() -> None:
     assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
 
 
+def test_bytes_are_counted_until_the_target_is_reached() -> None:
+    def of(method: str, tests: list[float]) -> list[dict[str, Any]]:
+        common = {"method": method, "seed": 0, "series": "personal", "headline": True}
+        return [
+            {**common, "round": r, "test": t, "bytes_up": 1e6 * r, "bytes_down": 2e6 * r}
+            for r, t in enumerate(tests)
+        ]
+
+    figures = pd.DataFrame(
+        [*of("goal", [0.9, 0.5]), *of("fast", [0.1, 0.5, 0.4]), *of("slow", [0.1, 0.4, 0.4])]
+    )
+    assert evidence._bytes_to(figures, "fast", "goal") == "3.00"
+    assert evidence._bytes_to(figures, "slow", "goal") == "0 of 1 seeds"
+
+
 @pytest.mark.parametrize(
     ("low", "high", "sign", "verdict"),
     [
@@ -82,8 +97,10 @@ def test_a_verdict_is_that_of_the_interval(low: float, high: float, sign: str, v
 
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
-    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
-    assert evidence.table(name, SETTINGS["experiments"][name]["baseline"]) in page
+    found = SETTINGS["experiments"][name]
+    assert (
+        evidence.table(name, found["baseline"], found.get("target")) in (RESULTS / found["page"]).read_text()
+    )
 
 
 def test_the_summary_shows_the_claims() -> None:
