@@ -7,8 +7,8 @@ reads FOLDER/train.jsonl and writes OUT/0.jsonl, OUT/1.jsonl and OUT/2.jsonl.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 KINDS = [{"repeat", "swap"}, {"next", "swap"}, {"color", "repeat"}]
@@ -30,4 +30,12 @@ def main(source: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(
+        description="Deal the instructions of tiny_language.py to three organizations."
+    )
+    parser.add_argument("folder", type=Path, help="with train.jsonl, as `make demo-language` leaves it")
+    parser.add_argument("out", type=Path, help="folder for 0.jsonl, 1.jsonl and 2.jsonl")
+    given = parser.parse_args()
+    if not (given.folder / "train.jsonl").is_file():
+        parser.error(f"{given.folder / 'train.jsonl'} does not exist. Make it by `make demo-language`.")
+    main(given.folder, given.out)
