@@ -5,7 +5,7 @@ python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -43,4 +43,9 @@ def answer(model: torch.nn.Module, tokenizer: object, question: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    parser = argparse.ArgumentParser(description="Let a base model and its adapters answer a question.")
+    parser.add_argument("base", type=Path, help="folder of the base model")
+    parser.add_argument("adapters", type=Path, help="folder of adapters, as `fedlowrank adapters` writes it")
+    parser.add_argument("question")
+    given = parser.parse_args()
+    main(given.base, given.adapters, given.question)

@@ -10,9 +10,9 @@ writes FOLDER/base (an ordinary transformers folder) and FOLDER/train.jsonl, FOL
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 import torch
@@ -103,4 +103,6 @@ def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) ->
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Make a tiny language model and instructions for it.")
+    parser.add_argument("folder", type=Path, help="is made: base, train.jsonl and test.jsonl")
+    main(parser.parse_args().folder)
