@@ -6,6 +6,7 @@ python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ def main(base: Path, adapters: Path, question: str) -> None:
     """Print what the base and every adapter answer."""
     torch.set_num_threads(1)
     disable_progress_bar()
+    # PEFT asks transformers by the old name
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     tokenizer = AutoTokenizer.from_pretrained(base)
     folders = sorted(f for f in adapters.iterdir() if (f / "adapter_config.json").exists())
     print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, question)!r}")
