@@ -31,6 +31,7 @@ demo-language: install
 	$(BIN)/fedlowrank compare experiments/demo/language.toml -o runs/demo-language/runs --force
 	$(BIN)/fedlowrank adapters runs/demo-language/runs/fedhl-s0 -o runs/demo-language/adapters --merged
 	$(BIN)/python examples/load_adapters.py runs/demo-language/base runs/demo-language/adapters "Swap red and bird."
+	@$(BIN)/python examples/demo_summary.py runs/demo-language/runs --language
 	@echo
 	@echo "Open runs/demo-language/runs/report.html in a browser. Adapters: runs/demo-language/adapters"
 

@@ -83,10 +83,14 @@ def main() -> None:
     """Print the summary of every idea."""
     parser = argparse.ArgumentParser(description="Print three lines for each comparison of `make demo`.")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
-    folder: Path = parser.parse_args().folder
-    for method, baseline, problem in IDEAS:
+    parser.add_argument("--language", action="store_true", help="the folder is of `make demo-language`")
+    given = parser.parse_args()
+    ideas = [(given.folder / method, method, baseline, problem) for method, baseline, problem in IDEAS]
+    if given.language:
+        ideas = [(given.folder, "fedhl", "hetlora", "A small language model, LoRA ranks from 16 to 1")]
+    for folder, method, baseline, problem in ideas:
         print(f"\n{TITLES[method]}: {problem}")
-        for line in summarize_idea(folder / method, method, baseline):
+        for line in summarize_idea(folder, method, baseline):
             print(f"  {line}")
 
 
