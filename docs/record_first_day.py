@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-LINES = 14
-"""Lines of output that the page shows of a command."""
+FIRST, LAST = 5, 12
+"""Lines of a command's output that the page shows, from its beginning and from its end."""
 
 STEPS: list[tuple[str, str, str]] = [
     (
@@ -97,10 +97,12 @@ def record(command: str, folder: Path, environment: dict[str, str]) -> tuple[str
 
 
 def trim(output: str) -> str:
-    """The first ``LINES`` lines that are not empty, without spaces at their ends, and how many are left out."""
+    """The first and the last lines that are not empty, without spaces at their ends, and how many are left out."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    rest = len(lines) - LINES
-    return "\n".join([*lines[:LINES], *([f"... ({rest} more lines)"] if rest > 0 else [])])
+    between = len(lines) - FIRST - LAST
+    if between <= 1:
+        return "\n".join(lines)
+    return "\n".join([*lines[:FIRST], f"... ({between} more lines)", *lines[-LAST:]])
 
 
 def make_page(python: Path) -> str:
@@ -130,8 +132,8 @@ def make_page(python: Path) -> str:
             parts.append(f"{heading}{words}{shown}{wall:.1f} s, {cpu:.1f} s of CPU time.\n")
     head = (
         "# The first day\n\nCommands in a folder `~/first-day`, with their output and times on a machine with "
-        f"{os.cpu_count()} cores and no GPU, {total:.0f} s in all. The first {LINES} lines of each output "
-        "are shown, without empty ones. "
+        f"{os.cpu_count()} cores and no GPU, {total:.0f} s in all. The first {FIRST} and the last {LAST} "
+        "lines of each output are shown, without empty ones. "
         "`python docs/record_first_day.py --python ENV/bin/python` ran them with the wheel in a fresh environment and wrote this "
         "page.\n\n"
     )
