@@ -18,7 +18,7 @@ from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.method import ServerView
-from fedlowrank.core.optimizer import SGD, AdamW, Group
+from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import ClientResult, client_view
 from fedlowrank.engines.sequential import Sequential
@@ -58,7 +58,7 @@ def go(
     kind: Any, steps: int | None = None, ranks: Sequence[int] = (), engine: Any = Sequential, **kwargs: Any
 ) -> Run:
     fields = {f.name for f in dataclasses.fields(kind)}
-    method = kind(**LOCAL, **{"tuning": TUNING, **{k: v for k, v in kwargs.items() if k in fields}})
+    method = kind(**{**LOCAL, "tuning": TUNING, **{k: v for k, v in kwargs.items() if k in fields}})
     rest = {**QUIET, **{k: v for k, v in kwargs.items() if k not in fields}}
     return run_of(method, unequal(ranks or ranks_for(kind)), steps=steps, engine=engine, **rest)
 
@@ -308,6 +308,12 @@ def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
             run.step()
     for quiet in (SGD(lr=0.0), SGD(lr=0.0, groups={"rest": Group(lr=0.1)})):
         Run(kind(optimizer=quiet), federation, RunSettings(rounds=1), Sequential()).step()
+
+
+@every
+def test_steps_below_the_rounding_of_trained_factors_are_no_error(kind: Any) -> None:
+    vanishing = Schedule("step", factor=1e-14, every=1)
+    go(kind, 2, optimizer=SGD(lr=0.1, schedule=vanishing))
 
 
 # -- what travels --------------------------------------------------------------------------------------------

@@ -253,9 +253,14 @@ def tune(
 
 
 def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
-    """Whether a factor that began at zero changed; weight decay moves the other without a gradient."""
-    zero = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
-    return any(name in start.get(f, {}) and not torch.equal(start[f][name], end[f][name]) for f, name in zero)
+    """Whether one of the factors that are zero at the start changed, or none is zero.
+
+    The other factor tells nothing, for weight decay moves it without a gradient; and a large factor may stay what
+    it is because a step is below its rounding.
+    """
+    first = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
+    zero = [(f, name) for f, name in first if name in start.get(f, {}) and not start[f][name].any()]
+    return not zero or any(not torch.equal(start[f][name], end[f][name]) for f, name in zero)
 
 
 def received(message: Message) -> Factors:
