@@ -312,7 +312,7 @@ def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
 
 @every
 def test_steps_below_the_rounding_of_trained_factors_are_no_error(kind: Any) -> None:
-    vanishing = Schedule("step", factor=1e-14, every=1)
+    vanishing = Schedule("step", factor=1e-40, every=1)
     go(kind, 2, optimizer=SGD(lr=0.1, schedule=vanishing))
 
 
