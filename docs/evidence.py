@@ -91,12 +91,14 @@ def enter(name: str) -> None:
 
 
 def _test_folders(out: Path) -> list[Path]:
-    """Folders of the finished runs with test seeds."""
+    """Folders of the runs with test seeds, all of which must have come to their end."""
     found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in str(path))
-    ended = [f for f in found if json.loads((f / "status.json").read_text())["state"] == "finished"]
-    if not ended:
-        sys.exit(f"no finished runs in {out}")
-    return ended
+    states = {folder: json.loads((folder / "status.json").read_text())["state"] for folder in found}
+    if missing := [f"{folder.name} ({state})" for folder, state in states.items() if state != "finished"]:
+        sys.exit(f"not all runs in {out} came to their end: {', '.join(missing)}")
+    if not found:
+        sys.exit(f"there are no runs in {out}")
+    return found
 
 
 def _title(folder: Path) -> str:
