@@ -55,6 +55,15 @@ Capsys = pytest.CaptureFixture[str]
             'methods.floral.kinds=["linea"]',
             "methods.floral.kinds.0: 'linea' is no choice. Did you mean 'linear'?",
         ),
+        (
+            "defaults.lr=0.1",
+            "defaults.lr: methods.fedavg has no such field. Did you mean defaults.optimizer.lr=0.1?",
+        ),
+        (
+            "defaults.optimizer=adam",
+            "defaults.optimizer must be a table of fields, not 'adam'. Write defaults.optimizer.kind=adamw, "
+            'or in a file optimizer = { kind = "adamw" }.',
+        ),
         ("model.names=iris:net", 'model.names: a list is needed, such as ["iris:net"]'),
         ("compare=fedavg", 'compare: a list is needed, such as ["fedavg"]'),
     ],
@@ -62,6 +71,13 @@ Capsys = pytest.CaptureFixture[str]
 def test_a_choice_that_is_nearly_right(override: str, says: str, capsys: Capsys) -> None:
     assert says in refused(capsys, "run", write(Path()), override)
     assert list(files(Path())) == ["small.toml"]
+
+
+def test_a_wrong_default_names_the_method_that_was_asked_for(capsys: Capsys) -> None:
+    text = SMALL.replace('method = "fedavg"', "").replace('compare = ["standalone", "fedavg"]', "")
+    said = refused(capsys, "run", write(Path(), text), "--method", "ifca", "defaults.lr=0.1")
+    assert "methods.ifca" in said
+    assert "pfedlora" not in said
 
 
 @pytest.mark.parametrize(

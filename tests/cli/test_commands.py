@@ -22,7 +22,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
 
-from .small import SMALL, done, files, write
+from .small import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 COMMANDS = ("list", "run", "compare", "resume", "status", "report", "export", "check", "data")
@@ -34,6 +34,19 @@ def folders() -> list[str]:
 
 def stamps() -> dict[str, int]:
     return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob(METRICS)}
+
+
+def test_list_shows_one_kind_or_one_entry_without_markup(capsys: Capsys) -> None:
+    models = done(capsys, "list", "models")
+    assert all(name in models for name in MODELS)
+    assert "fedavg" not in models
+    one = done(capsys, "list", "csv")
+    assert "data.source" in one
+    assert "A table in a .csv" in one
+    assert "npz" not in one
+    assert "``" not in done(capsys, "list") + done(capsys, "list", "fedhl")
+    assert "Did you mean 'csv'?" in refused(capsys, "list", "cvs")
+    assert refused(capsys, "list", "zzzz").endswith("`fedlowrank list` shows all.\n")
 
 
 def test_list_names_everything(capsys: Capsys) -> None:
@@ -108,6 +121,12 @@ def test_run(capsys: Capsys) -> None:
     out = done(capsys, "run", write(Path()), "run.rounds=3", "--method", "standalone")
     assert "Standalone" in out
     assert "runs/small/standalone-s0" in out
+    # the end fits a screen: the table of results, what may be concluded, and where definitions are
+    end = "\n".join(out.splitlines()[-14:])
+    assert "Results" in end
+    assert "reaches a mean test accuracy of" in end
+    assert "fedlowrank report runs/small/standalone-s0" in end
+    assert "each counting once" not in out
     record = RunRecord.load(Path("runs/small/standalone-s0"))
     assert [r.round for r in record.rounds] == [0, 1, 2, 3]
     assert record.status["state"] == "finished"

@@ -32,10 +32,31 @@ def test_columns_become_features_classes_and_clients(path):
     assert data.natural.tolist() == [0, 1, 0, 1]
     dropped = Csv(path, "diagnosis", "hospital", missing="drop").load()
     assert dropped.train.x.tolist() == [[40, 1, 0, 1], [50, 0, 1, 0]]
-    assert dropped.notes == ("2 of 4 rows dropped, which have empty cells",)
+    assert dropped.notes == (
+        "2 of 4 rows dropped, which have empty cells",
+        "numeric columns: age, smoker",
+        "one-hot columns, with their numbers of categories: ward (2)",
+    )
     fixed = Csv(path, "diagnosis", features=("smoker",), classes=("well", "dead", "ill")).load()
     assert fixed.train.y.tolist() == [0, 2, 2, 0]
     assert fixed.classes == ("well", "dead", "ill")
+
+
+def test_decimal_commas_are_numbers_or_an_error(tmp_path):
+    file = tmp_path / "t.csv"
+    rows = [f'"{n // 10},{n % 10}",a,{n % 2}' for n in range(40)]
+    file.write_text("\n".join(["dose,ward,y", *rows]))
+    with pytest.raises(
+        DataError, match=r"'dose' holds numbers with a decimal comma, such as '0,0'.*data\.decimal"
+    ):
+        Csv(str(file), "y").load()
+    with pytest.raises(DataError, match=r"'dose' holds numbers with a decimal comma"):
+        Csv(str(file), "dose").load()
+    data = Csv(str(file), "y", decimal=",").load()
+    np.testing.assert_allclose(data.train.x[:, 0].numpy(), np.arange(40) / 10, rtol=1e-6)
+    file.write_text("\n".join(["dose,ward,y", *rows, "high,a,1"]))
+    with pytest.raises(DataError, match=r"'high' in row 41 of the data is no number"):
+        Csv(str(file), "y", decimal=",").load()
 
 
 def test_a_test_file_is_encoded_as_the_training_file(path, tmp_path):
@@ -66,10 +87,10 @@ def test_real_labels_are_a_regression_and_parquet_is_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label": "diagnosis"}, r"'age' has 1 empty cells, the first in row 3 .* 'drop' or 'mean'"),
+        ({"label": "diagnosis"}, r"'age' has 1 empty cell, in row 3 .* 'drop' or 'mean'"),
         (
             {"label": "ward", "missing": "mean"},
-            r"'ward' has 1 empty cells, the first in row 4 .*Fill it in\.$",
+            r"'ward' has 1 empty cell, in row 4 .*Fill it in\.$",
         ),
         ({"label": "diagnose"}, "Did you mean 'diagnosis'"),
         ({"label": "diagnosis", "client": "clinic"}, "no column 'clinic'"),
@@ -95,7 +116,7 @@ def test_files_that_are_no_tables(tmp_path):
         ("a.xls", "ends in none"),
         ("empty.csv", "no rows"),
         ("broken.parquet", "cannot read"),
-        ("missing.csv", "cannot read"),
+        ("missing.csv", f"^there is no file '{tmp_path}/missing.csv'"),
     ):
         with pytest.raises(DataError, match=message):
             Csv(str(tmp_path / name), "y").load()

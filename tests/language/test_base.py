@@ -180,6 +180,7 @@ def test_checkpointing_changes_no_gradient_within_a_functional_call_or_after_it(
 def test_settings_that_cannot_be():
     for fields, classes, error, words in (
         ({"path": "./nowhere"}, (), DataError, "does not exist"),
+        ({"path": "runs/a/base", "offline": True}, (), DataError, "there is no folder '/.*/runs/a/base'"),
         ({"path": "no-such/model", "offline": True}, (), DataError, "no-such/model"),
         ({"task": "classification"}, (), ConfigError, "names of its classes"),
         ({}, ("a",), ConfigError, "set task = 'classification'"),

@@ -137,6 +137,16 @@ def test_adapters_of_a_rank_say_how_far_they_are(
             by_peft(llama, out / f"client_{k:04d}", inputs(run)), live(run, k), rtol=0, atol=1e-4
         )
     assert main(["adapters", str(tmp_path / "run"), "-o", str(out), "--rank", "0"]) != 0
+    # what was written before is kept
+    (out / "mine.txt").write_text("notes")
+    capsys.readouterr()
+    again = ["adapters", str(tmp_path / "run"), "-o", str(out), "--rank", "2"]
+    assert main(again) == 1
+    assert "not empty" in capsys.readouterr().err
+    assert json.loads((out / "server" / "fedlowrank.json").read_text())["truncation"]["rank"] == 4
+    assert main([*again, "--force"]) == 0
+    assert (tmp_path / "out.old-1" / "mine.txt").read_text() == "notes"
+    assert json.loads((out / "server" / "fedlowrank.json").read_text())["truncation"]["rank"] == 2
 
 
 @pytest.mark.parametrize("kind", ["factors", "matrix"])

@@ -93,6 +93,10 @@ JOIN = ["join", "--client", "0", "--server", "127.0.0.1:1"]
         (["serve", "--keys", "keys", "--insecure"], "--keys and --insecure exclude each other"),
         (JOIN, "pass --keys keys/client-0"),
         ([*JOIN, "--keys", "keys", "--insecure"], "--insecure, but not both"),
+        (
+            [*JOIN, "--keys", "keys/client-1"],
+            "holds the keys of client 1. Pass --client 1, or --keys keys/client-0.",
+        ),
     ],
 )
 def test_keys_are_given_or_expressly_done_without(

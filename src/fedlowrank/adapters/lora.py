@@ -68,7 +68,8 @@ class LoRA:
             if not 1 <= rank <= min(d, k):
                 raise TaskError(
                     f"{whose} has rank {rank}, but layer {name} is {d} × {k}, so its rank is from 1 to "
-                    f"{min(d, k)}. Lower the rank, or leave that layer out of target_modules."
+                    f"{min(d, k)}. Lower the rank (lora.ranks of the clients, lora.r of LoRA layers), or "
+                    "leave that layer out of lora.target_modules."
                 )
 
     def initial_factors(self, rank: int, key: Key, like: Tensor | None = None) -> Factors:

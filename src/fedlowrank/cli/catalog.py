@@ -21,7 +21,7 @@ from ..models.zoo import MODELS
 from ..simulation.client_metrics import METRICS
 from ..testing.check import check_method, federation
 from ..trust.abilities import ABILITIES, abilities
-from .listing import CATALOG, TRUST
+from .listing import CATALOG, TRUST, strip_markup
 from .terminal import OUT
 
 
@@ -59,12 +59,11 @@ def show_method(name: str) -> int:
     if ":" in name:
         raise ConfigError(f"list imports no code; test {name!r} by `fedlowrank check`")
     cls = method_class(name)
-    OUT.print(
-        inspect.getdoc(sys.modules[cls.__module__]) or "", highlight=False, markup=False, soft_wrap=True
-    )
+    text = strip_markup(inspect.getdoc(sys.modules[cls.__module__]) or "")
+    OUT.print(text, highlight=False, markup=False, soft_wrap=True)
     table = Table("field", "default", "meaning", title=f"[methods.{name}]", title_justify="left")
     for f in list_fields(cls):
-        table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)
+        table.add_row(f"{f.name}: {f.type}", f.default, strip_markup(f.meaning))
     OUT.print(table)
     return 0
 

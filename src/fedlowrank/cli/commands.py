@@ -44,7 +44,7 @@ def run(
 ) -> int:
     """Run one method of an experiment."""
     more = [*([] if engine is None else [f"run.engine={engine}"]), *_log_override(log)]
-    experiment = ExperimentConfig.read(file, [*overrides, *more])
+    experiment = ExperimentConfig.read(file, [*overrides, *more], method)
     name = experiment.choose_method(method)
     folder = out or Path("runs") / experiment.name / f"{name}-s{experiment.run.seed}"
     experiment.build_method(name)
@@ -63,6 +63,7 @@ def show_run(folder: Path) -> int:
     if record.status.get("state") == "finished" and (message := record.status.get("message")):
         OUT.print(f"finished after round {record.rounds[-1].round}; {message}")
     OUT.print(f"run folder: {folder}")
+    OUT.print(f"`fedlowrank report {shlex.quote(str(folder))}` writes a page that defines every column.")
     return 0
 
 
@@ -85,7 +86,7 @@ def compare(
     """Run every combination of method, seed and varied value; go on with what has begun."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
-    base = ExperimentConfig.read(file, [*overrides, *_log_override(log)])
+    base = ExperimentConfig.read(file, [*overrides, *_log_override(log)], methods[0] if methods else None)
     numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
     runs = plan_runs(base, methods or base.compared_methods, numbers, vary or base.vary, out)
@@ -215,6 +216,7 @@ def write_comparison(records: Sequence[RunRecord], page: Path, target: float | N
     command = shlex.join(["fedlowrank", *sys.argv[1:]])
     OUT.print(render_terminal(write_report(records, page, target=target, command=command)))
     OUT.print(f"report: {page}")
+    OUT.print(f"definitions of all columns: {page.with_suffix('.md')}")
 
 
 def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
@@ -237,7 +239,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
 
 def _show_data(federation: Federation) -> None:
     # plain print: the table is laid out already, and wrapping would tear its lines
-    print(class_count_table(federation.clients, federation.classes, width=OUT.width), flush=True)
+    table = class_count_table(federation.clients, federation.classes, width=OUT.width, notes=federation.notes)
+    print(table, flush=True)
 
 
 def run_method(

@@ -12,7 +12,7 @@ from rich.table import Table
 from ..config.merging import merge_tables, parse_override
 from ..config.parsing import build
 from ..config.stored_run import open_run
-from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..core.files import as_checkpoint_error, write_json
 from ..core.tree import Params
 from ..data.text.formats import render
@@ -21,14 +21,24 @@ from ..language.artifacts import METADATA
 from ..language.federation import Language
 from ..language.scores import TASKS, Score, ScoreTask
 from ..simulation.run import Run
+from ..simulation.run_folder import RunFolder
 from .terminal import OUT
 
 
-def adapters(folder: Path, out: Path, merged: bool, best: bool, rank: int | None, allow_code: bool) -> int:
+def adapters(
+    folder: Path, out: Path, force: bool, merged: bool, best: bool, rank: int | None, allow_code: bool
+) -> int:
     """Write adapter folders of a run's last checkpoint, or of its best."""
     if rank is not None and rank < 1:
         raise ConfigError(f"--rank must be at least 1; it is {rank}")
+    is_taken = out.is_dir() and any(out.iterdir())
+    if is_taken and not force:
+        raise CheckpointError(
+            f"{out} exists already and is not empty. Choose another folder with -o, or pass --force to move it aside."
+        )
     run = _open(folder, best, allow_code)
+    if is_taken:
+        RunFolder.move_aside(out)
     with as_checkpoint_error(f"cannot write {out}"):
         for path in language_of(run).write(run, out, merged, rank):
             OUT.print(str(path))

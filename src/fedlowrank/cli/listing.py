@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+from ..core.errors import ConfigError, did_you_mean
 from .terminal import OUT
 
 CATALOG = Path(__file__).with_name("catalog.json")
@@ -17,29 +20,60 @@ TRUST = "What can be done with the updates of a method"
 """Title of the table of ``list --trust``."""
 
 
-def show_list(method: str | None, trust: bool) -> int:
-    """Print every method, model and source of data, or the paper and the fields of one method.
+def show_list(name: str | None, trust: bool) -> int:
+    """Print every method, model and source of data, or those of one kind, or one of them.
 
     Args:
-        method: whose fields are shown, or None.
+        name: of a method, whose paper and fields are shown; of a table, such as ``models``; of an entry of
+            one; or None.
         trust: print instead which methods go with secure sums, robust means, privacy and compression.
-    """
-    if method is not None:
-        from .catalog import show_method
 
-        return show_method(method)
-    for section in json.loads(CATALOG.read_text()):
-        if (section["title"] == TRUST) != trust:
-            continue
-        table = Table(*section["columns"], title=section["title"])
-        for row in section["rows"]:
-            table.add_row(*row)
-        OUT.print(table)
-    if trust:
+    Raises:
+        ConfigError: if there is no such name.
+    """
+    sections = json.loads(CATALOG.read_text())
+    if trust and name is None:
+        _print_tables([section for section in sections if section["title"] == TRUST])
         OUT.print(
             "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every "
             "method."
         )
         return 0
-    OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")
+    sections = [section for section in sections if section["title"] != TRUST]
+    if name is None:
+        _print_tables(sections)
+        OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")
+        return 0
+    names = [row[0] for section in sections for row in section["rows"]]
+    methods = [row[0] for row in sections[0]["rows"]]
+    if name in methods or ":" in name:
+        from .catalog import show_method
+
+        return show_method(name)
+    kinds = {section["title"].split()[0].lower(): section for section in sections}
+    known = [*names, *kinds]
+    if name not in known:
+        # a list of all is a table of its own
+        near = did_you_mean(name, known).partition("Known: ")[0] or "`fedlowrank list` shows all."
+        raise ConfigError(f"there is no method, model or data source {name!r}. {near}")
+    found = [kinds[name]] if name in kinds else [_keep_rows(section, name) for section in sections]
+    _print_tables([section for section in found if section["rows"]])
+    OUT.print("`fedlowrank run --help` lists the fields of every section of an experiment file.")
     return 0
+
+
+def _keep_rows(section: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**section, "rows": [row for row in section["rows"] if row[0] == name]}
+
+
+def _print_tables(sections: list[dict[str, Any]]) -> None:
+    for section in sections:
+        table = Table(*section["columns"], title=section["title"])
+        for row in section["rows"]:
+            table.add_row(*map(strip_markup, row))
+        OUT.print(table)
+
+
+def strip_markup(text: str) -> str:
+    """Text of a docstring without reStructuredText's double backticks and roles."""
+    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")

@@ -96,7 +96,11 @@ def parser() -> argparse.ArgumentParser:
         return made.add_argument
 
     add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
-    add("method", nargs="?", help="show this method's paper and fields")
+    add(
+        "name",
+        nargs="?",
+        help="show this method's paper and fields, or only `methods`, `models`, `data`, ...",
+    )
     add(
         "--trust",
         action="store_true",
@@ -168,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("adapters", "language:adapters", best, "PEFT adapter folders of server and clients")
     add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
+    add("--force", action="store_true", help="move an existing folder aside")
     add("--merged", action="store_true", help="also write the server's whole model")
     add("--rank", type=int, help="write the best adapters of this rank, and how far they are from the models")
 

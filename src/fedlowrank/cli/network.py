@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -48,7 +49,7 @@ def _flower() -> Any:
 
 def read_experiment(file: Path, overrides: Sequence[str], method: str | None) -> ExperimentConfig:
     """Read an experiment of which a network runs one method."""
-    experiment = ExperimentConfig.read(file, overrides)
+    experiment = ExperimentConfig.read(file, overrides, method)
     return _choose_method(experiment, experiment.choose_method(method))
 
 
@@ -240,6 +241,8 @@ def join(
             f"pass --keys keys/client-{client}, which the server's operator made by `fedlowrank keys` for "
             "you; or, for a trial on one machine, --insecure, but not both"
         )
+    if keys is not None:
+        _refuse_keys_of_another(keys, client)
     own = None if keys is None else ClientKeys.read(keys)
     if data is None:
         logger.info(
@@ -263,6 +266,16 @@ def join(
     for model in _models(folder):
         logger.info(f"its model: {model.parent}")
     return 0
+
+
+def _refuse_keys_of_another(keys: Path, client: int) -> None:
+    """Refuse a folder that is named for another client; the files in it name none."""
+    named = re.fullmatch(r"client-(\d+)", keys.resolve().name)
+    if named and int(named[1]) != client:
+        raise ConfigError(
+            f"--client {client}, but {keys} holds the keys of client {named[1]}. Pass --client {named[1]}, or "
+            f"--keys {keys.parent / f'client-{client}'}."
+        )
 
 
 @contextlib.contextmanager

@@ -117,34 +117,38 @@ class ExperimentConfig(pydantic.BaseModel):
     _methods: dict[str, Method[Any, Any, Any, Any]] = pydantic.PrivateAttr(default_factory=dict)
 
     @classmethod
-    def parse(cls, tables: Mapping[str, Any], allow_code: bool = True) -> ExperimentConfig:
+    def parse(
+        cls, tables: Mapping[str, Any], allow_code: bool = True, method: str | None = None
+    ) -> ExperimentConfig:
         """Parse nested tables. Everything is checked before data is read.
 
         Args:
             tables: of the experiment.
             allow_code: accept names of Python code of the user's own. False for tables that come from a run
                 folder, which may be somebody else's.
+            method: that will run instead of the experiment's, and is checked first.
 
         Raises:
             ConfigError: if a section, a name or a field is wrong.
         """
         try:
-            return cls.model_validate(dict(tables), context={"allow_code": allow_code})
+            return cls.model_validate(dict(tables), context={"allow_code": allow_code, "method": method})
         except pydantic.ValidationError as error:
             raise config_error(error, cls) from error
 
     @classmethod
-    def read(cls, path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    def read(cls, path: Path, overrides: Sequence[str] = (), method: str | None = None) -> ExperimentConfig:
         """Read an experiment file.
 
         Args:
             path: of a TOML file.
             overrides: ``section.field=value``, laid over it.
+            method: that will run instead of the experiment's, and is checked first.
 
         Raises:
             ConfigError: if it cannot be read, or something in it is wrong.
         """
-        return cls.parse(read_tables(path, overrides))
+        return cls.parse(read_tables(path, overrides), method=method)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment with nested tables laid over it."""
@@ -196,9 +200,9 @@ class ExperimentConfig(pydantic.BaseModel):
         self._allow_code = (info.context or {}).get("allow_code", True)
         if not self._allow_code:
             _refuse_code(self.code)
-        self._methods = {
-            name: self._build(name) for name in (*self.compared_methods, self.default_method, *self.methods)
-        }
+        asked = (info.context or {}).get("method")
+        named = [name for name in (asked, self.method, *self.compare) if name] or [DEFAULT_METHOD]
+        self._methods = {name: self._build(name) for name in dict.fromkeys((*named, *self.methods))}
         self.concept.check(self.partition, self.augment)
         self.data.check(self.concept)
         for name in () if self.tune is None else self.tune.methods:
@@ -261,8 +265,9 @@ class ExperimentConfig(pydantic.BaseModel):
         return self._methods[name] if name in self._methods else self._build(name)
 
     def _build(self, name: str) -> Method[Any, Any, Any, Any]:
-        own = self.methods.get(name, MethodSettings())
-        return build(self._class_of(name), {**self.defaults, **(own.model_extra or {})}, f"methods.{name}")
+        own = self.methods.get(name, MethodSettings()).model_extra or {}
+        shared = {field: "defaults" for field in self.defaults if field not in own}
+        return build(self._class_of(name), {**self.defaults, **own}, f"methods.{name}", shared)
 
     def _class_of(self, name: str) -> type[Method[Any, Any, Any, Any]]:
         kind = self.methods[name].method if name in self.methods else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 import typing
@@ -20,13 +21,14 @@ Kinds: TypeAlias = Mapping[str, type[Any]]
 _ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
 
 
-def build(cls: type[T], values: Any, path: str) -> T:
+def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | None = None) -> T:
     """Make a dataclass from a table, every field checked.
 
     Args:
         cls: a dataclass or pydantic model whose fields are numbers, strings, tuples or further such classes.
         values: the table.
         path: of the table, for messages.
+        elsewhere: the path of the table that a field comes from, where it is another one.
 
     Raises:
         ConfigError: for every field that is unknown, missing or of the wrong type; one line each.
@@ -36,7 +38,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
     try:
         found: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
-        raise config_error(error, cls, 1) from error
+        raise config_error(error, cls, 1, elsewhere) from error
     return found
 
 
@@ -81,27 +83,46 @@ def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     return _ADAPTERS[cls]
 
 
-def config_error(error: pydantic.ValidationError, cls: type[Any], above: int = 0) -> ConfigError:
+def config_error(
+    error: pydantic.ValidationError,
+    cls: type[Any],
+    above: int = 0,
+    elsewhere: Mapping[str, str] | None = None,
+) -> ConfigError:
     """Explain what pydantic refused, a line for each field.
 
     Args:
         error: of pydantic.
         cls: the class that was to be made.
         above: entries of an error's location that lie above the class.
+        elsewhere: see :func:`build`.
     """
-    return ConfigError("\n".join(_explain(cls, above, e) for e in error.errors()))
+    return ConfigError("\n".join(_explain(cls, above, e, elsewhere or {}) for e in error.errors()))
 
 
-def _explain(cls: type[Any], above: int, error: Any) -> str:
+def _explain(cls: type[Any], above: int, error: Any, elsewhere: Mapping[str, str]) -> str:
     given, context, kind = error["input"], error.get("ctx", {}), error["type"]
     *parents, name = error["loc"]
     shown, owners = _locate(cls, parents[above:])
-    where = ".".join([*map(str, parents[:above]), *shown, str(name)])
+    table = ".".join(map(str, parents[:above]))
+    origin = elsewhere.get(str(error["loc"][above]), table) if len(error["loc"]) > above else table
+    where = ".".join([*([origin] if origin else []), *shown, str(name)])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         what = f"{where}: there is no such field" if "." in where else f"there is no section {name!r}"
+        if origin != table and not shown:
+            what = f"{where}: {table} has no such field"
+        if inner := _find_inner(owners, str(name)):
+            return f"{what}. Did you mean {where.removesuffix(str(name))}{inner}={given}?"
         return f"{what}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
     if kind == "missing":
         return f"{where}: this field is needed"
+    if kind == "union_tag_invalid" and not isinstance(given, Mapping):
+        tags = re.findall(r"'([^']*)'", context["expected_tags"])
+        tag = (difflib.get_close_matches(str(given), tags, n=1) or tags)[0]
+        return (
+            f"{where} must be a table of fields, not {given!r}. Write {where}.kind={tag}, or in a file "
+            f"{name} = {{ kind = {json.dumps(tag)} }}. {_suggest(given, context['expected_tags'])}"
+        )
     if kind == "union_tag_invalid":
         where, given, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
     if kind in ("literal_error", "union_tag_invalid"):
@@ -133,6 +154,16 @@ def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[
         shown.append(str(part))
         owners = [inner for hint in hints for inner in classes_in(hint)] or owners
     return shown, owners
+
+
+def _find_inner(owners: Sequence[type[Any]], name: str) -> str:
+    """The path ``field.name`` of a field that stands one table deeper, or nothing."""
+    for owner in owners:
+        hints = typing.get_type_hints(owner)
+        for outer in _field_names(owner):
+            if any(name in _field_names(inner) for inner in classes_in(hints[outer])):
+                return f"{outer}.{name}"
+    return ""
 
 
 def classes_in(hint: Any) -> list[type[Any]]:

@@ -17,7 +17,7 @@ from ..core.choices import check_choices
 from ..core.errors import DataError, did_you_mean
 from .checks import describe_array
 from .dataset import Dataset, Examples
-from .files import expand_path, scale_bytes
+from .files import check_file, expand_path, scale_bytes
 from .user_arrays import ONE_HOT_WARNING, is_one_hot, target_hint
 
 Layout = Literal["as_is", "hw", "hwc"]
@@ -154,6 +154,7 @@ def _to_int64(values: np.ndarray, where: str) -> Tensor:
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
+    check_file(file)
     try:
         # numpy does not close a file that it cannot read.
         with file.open("rb") as stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,17 @@ from torch import Tensor
 from ..core.choices import check_choices
 from ..core.errors import DataError, did_you_mean
 from .dataset import Dataset, Examples
-from .files import expand_path
+from .files import check_file, expand_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _MAX_CATEGORIES = 100
 _MISSING = "missing"
+# Share of a text column's values, above which they are taken for numbers that pandas could not read.
+_MOST = 0.9
+_COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
+_MAX_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Csv:
             in the mean of the column over the training part of all clients, and makes "missing" a value of
             its own in columns of text. The mean is information on all clients that a real federation would
             have to compute together. Empty labels and clients are always refused.
+        decimal: the character between whole digits and decimals, a point, or a comma as in "1,5". Parquet
+            files hold numbers, so there it changes nothing.
     """
 
     path: str
@@ -55,6 +62,7 @@ class Csv:
     classes: tuple[str, ...] = ()
     task: Literal["auto", "classification", "regression"] = "auto"
     missing: Literal["refuse", "drop", "mean"] = "refuse"
+    decimal: Literal[".", ","] = "."
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -66,7 +74,7 @@ class Csv:
             DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the
                 message names the column and the row.
         """
-        tables = [_read(path) for path in (self.path, self.test) if path is not None]
+        tables = [_read(path, self.decimal) for path in (self.path, self.test) if path is not None]
         features = self.features or tuple(
             str(name) for name in tables[0].columns if name not in (self.label, self.client)
         )
@@ -82,6 +90,7 @@ class Csv:
             tables = [table.dropna(subset=list(features)).reset_index(drop=True) for table in tables]
             if dropped := sum(sizes) - sum(map(len, tables)):
                 notes = (f"{dropped} of {sum(sizes)} rows dropped, which have empty cells",)
+        notes += _list_columns(tables[0], features)
         columns = [self._encode(name, [table[name] for table in tables]) for name in features]
         inputs = [torch.cat([values[k] for values in columns], dim=1) for k in range(len(tables))]
         targets, classes = self._targets([table[self.label] for table in tables])
@@ -107,10 +116,9 @@ class Csv:
                     if name in required
                     else "Fill it in, or set data.missing to 'drop' or 'mean'."
                 )
-                raise DataError(
-                    f"{where}: the column {name!r} has {int(empty.sum())} empty cells, the first in row "
-                    f"{row} of the data. {cure}"
-                )
+                count = int(empty.sum())
+                cells = "1 empty cell," if count == 1 else f"{count} empty cells, the first"
+                raise DataError(f"{where}: the column {name!r} has {cells} in row {row} of the data. {cure}")
 
     def _encode(self, name: str, parts: list[Series]) -> list[Tensor]:
         """The inputs of one column: [n, 1] of numbers, [n, values] of text."""
@@ -123,6 +131,8 @@ class Csv:
             numbers = [part.astype("float64") for part in parts]
             filled = numbers if mean is None else [part.fillna(mean) for part in numbers]
             return [torch.from_numpy(part.to_numpy(dtype=np.float32, copy=True)[:, None]) for part in filled]
+        for part in parts:
+            self._refuse_decimal_commas(part)
         texts = [part.astype("object").where(part.notna(), _MISSING).astype(str).to_numpy() for part in parts]
         values = np.unique(texts[0])
         if len(values) > _MAX_CATEGORIES:
@@ -142,6 +152,9 @@ class Csv:
         """Targets [n, 1] of a regression, or the numbers of classes [n] and their names."""
         is_real = any(part.dtype.kind == "f" for part in parts)
         if self.task == "classification" or (self.task == "auto" and not is_real):
+            if self.task == "auto":
+                for part in parts:
+                    self._refuse_decimal_commas(part)
             return self._classes(parts)
         if self.classes:
             raise DataError(
@@ -149,8 +162,32 @@ class Csv:
                 "regression. Leave out data.classes, or set data.task to 'classification'."
             )
         if not all(_is_number(part) for part in parts):
+            for part in parts:
+                self._refuse_decimal_commas(part)
             raise DataError(f"{self.path!r}: a regression needs numbers in the column {self.label!r}.")
         return [torch.from_numpy(part.to_numpy(dtype=np.float32)[:, None].copy()) for part in parts], ()
+
+    def _refuse_decimal_commas(self, column: Series) -> None:
+        """Refuse a text column of which nearly all values are numbers with a decimal comma."""
+        if _is_number(column):
+            return
+        values = [(row, str(value)) for row, value in enumerate(column, 1) if not _is_missing(value)]
+        others = [(row, value) for row, value in values if not _COMMA_NUMBER.fullmatch(value)]
+        numbers = [value for _, value in values if _COMMA_NUMBER.fullmatch(value)]
+        example = next((value for value in numbers if "," in value), None)
+        if example is None or len(numbers) < _MOST * len(values):
+            return
+        is_parquet = self.path.endswith(".parquet")
+        cure = "Write them as numbers." if is_parquet else 'Set data.decimal = "," to read them as numbers.'
+        if others:
+            row, value = others[0]
+            cure = ("" if self.decimal == "," else f"{cure} ") + (
+                f"The value {value!r} in row {row} of the data is no number: correct it or leave it empty."
+            )
+        raise DataError(
+            f"{self.path!r}: the column {column.name!r} holds numbers with a decimal comma, such as "
+            f"{example!r}, which would become categories. {cure}"
+        )
 
     def _classes(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
         labels, names = _number(parts)
@@ -174,11 +211,33 @@ def _number(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
     return [torch.from_numpy(np.searchsorted(values, array)) for array in arrays], tuple(map(str, values))
 
 
+def _list_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
+    """Notes that name the numeric features and the one-hot features with their numbers of categories."""
+    numeric = [name for name in features if _is_number(table[name])]
+    texts = [name for name in features if name not in numeric]
+    one_hot = [f"{name} ({table[name].nunique(dropna=False)})" for name in texts]
+    notes = []
+    if numeric:
+        notes.append(f"numeric columns: {_join_names(numeric)}")
+    if one_hot:
+        notes.append(f"one-hot columns, with their numbers of categories: {_join_names(one_hot)}")
+    return tuple(notes)
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or value != value
+
+
 def _is_number(column: Series) -> bool:
     return column.dtype.kind in "biuf"
 
 
-def _read(path: str) -> DataFrame:
+def _read(path: str, decimal: str) -> DataFrame:
     # Imported here, because that takes as long as many other imports of the package.
     import pandas
 
@@ -186,11 +245,13 @@ def _read(path: str) -> DataFrame:
     kind = file.name.removesuffix(".gz").rsplit(".", 1)[-1]
     if kind not in ("csv", "tsv", "parquet"):
         raise DataError(f"{str(file)!r} ends in none of .csv, .tsv, .parquet, .csv.gz, .tsv.gz.")
+    check_file(file)
     try:
         if kind == "parquet":
             table = pandas.read_parquet(file)
         else:
-            table = pandas.read_csv(file, sep="\t" if kind == "tsv" else ",", skipinitialspace=True)
+            sep = "\t" if kind == "tsv" else ","
+            table = pandas.read_csv(file, sep=sep, decimal=decimal, skipinitialspace=True)
     except ImportError as error:
         raise DataError("reading Parquet needs pyarrow: pip install 'fedlowrank[huggingface]'") from error
     except (OSError, ValueError, EOFError) as error:

@@ -28,18 +28,23 @@ def class_counts(clients: Sequence[ClientData], classes: int) -> IntArray:
 
 
 def class_count_table(
-    clients: Sequence[ClientData], names: Sequence[str], width: int = 100, top: int = 5
+    clients: Sequence[ClientData],
+    names: Sequence[str],
+    width: int = 100,
+    top: int = 5,
+    notes: Sequence[str] | None = None,
 ) -> str:
     """Sizes of the parts and training examples per class as aligned text, one line per client.
 
     With many classes a line shows the number of classes and the largest of them. Below the table are the
-    classes that no client trains on, and the notes of the clients.
+    classes that no client trains on, and the notes.
 
     Args:
         clients: data of the clients.
         names: names of the classes; empty for a regression, whose table shows only the sizes.
         width: characters to which notes are wrapped, and up to which every class has a column.
         top: number of classes to show per client if there are too many for columns.
+        notes: on the data; by default those of the clients.
     """
     counts = class_counts(clients, len(names))
     sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
@@ -59,10 +64,10 @@ def class_count_table(
         largest = ["largest", *(_largest_classes(row, names, top, room) for row in all_counts)]
         lines = [f"{line}  {end}".rstrip() for line, end in zip(lines, largest, strict=True)]
     lines.insert(-1, "-" * max(map(len, lines)))
-    notes = [note for client in clients for note in client.notes]
+    found = [note for client in clients for note in client.notes] if notes is None else list(notes)
     if unused := [name for name, total in zip(names, all_counts[-1], strict=True) if total == 0]:
-        notes.insert(0, f"classes that no client trains on: {', '.join(unused)}")
-    for note in notes:
+        found.insert(0, f"classes that no client trains on: {', '.join(unused)}")
+    for note in found:
         lines += textwrap.wrap("* " + note, width, subsequent_indent="  ")
     return "\n".join(lines)
 

@@ -22,6 +22,14 @@ def expand_path(path: str) -> str:
     return text
 
 
+def check_file(file: Path) -> None:
+    """Refuse a path that is no file, with the absolute path that was looked for."""
+    if not file.exists():
+        raise DataError(f"there is no file {str(file.absolute())!r}.")
+    if file.is_dir():
+        raise DataError(f"{str(file.absolute())!r} is a folder, not a file.")
+
+
 def check_folder(path: str) -> Path:
     """The folder at a path, which must exist."""
     folder = Path(expand_path(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,9 +194,10 @@ def _where(base: Base) -> tuple[str, bool]:
                 "(save_pretrained)."
             )
         return str(where), True
-    # Anything that looks like a path should not be asked for on the hub when it is merely misspelt.
-    if where.is_absolute() or base.path.startswith((".", "~")):
-        raise DataError(f"{base.path!r} does not exist.")
+    # A misspelt path should not be asked for on the hub, whose names are NAME or OWNER/NAME.
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base.path)
+    if not is_name or base.path.startswith("."):
+        raise DataError(f"{base.path!r} does not exist: there is no folder {str(where.absolute())!r}.")
     return base.path, base.offline
 
 

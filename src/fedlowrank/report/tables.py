@@ -143,11 +143,11 @@ def to_markdown(table: Comparison) -> str:
 
 
 def render_terminal(table: Comparison) -> RenderableType:
-    """All tables for a terminal, with footnotes and warnings below."""
-    parts: list[RenderableType] = [part for one in table.tables for part in to_rich(one)]
-    parts += [Text(f"{term}: {meaning}.", style="dim") for term, meaning in table.footnotes]
-    parts += [Text(finding, style="bold") for finding in _findings(table)]
+    """All tables for a terminal, the results last, then warnings and findings; without footnotes."""
+    tables = [*table.blocks.values(), *table.ranks, *table.sweeps, table.summary]
+    parts: list[RenderableType] = [part for one in tables for part in to_rich(one)]
     parts += [Text(warning, style="yellow") for warning in table.warnings]
+    parts += [Text(finding, style="bold") for finding in _findings(table)]
     return Stack(*parts)
 
 
