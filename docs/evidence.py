@@ -29,6 +29,7 @@ import pandas as pd
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.report.formats import format_signed
 from fedlowrank.report.significance import Difference, compare_over_seeds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +202,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
             cells.append(_text(difference(results, method, baseline), scale, digits) if compared else "")
         rows = last_results(figures, None).loc[method]
         cells.append(_mean(rows["worst"] * scale, digits))
-        cells.append(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}".replace("-", "−"))
+        cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
         cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
         cells += [_bytes_to(figures, method, target)] if target else []
         lines.append(_row(cells))
@@ -273,7 +274,7 @@ def _mean(values: pd.Series, digits: int) -> str:
 
 def _text(found: Difference, scale: float, digits: int) -> str:
     text = f"{found.mean * scale:+.{digits}f} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]"
-    return text.replace("-", "−")
+    return format_signed(text)
 
 
 # Claims

@@ -20,6 +20,7 @@ from fedlowrank.report.formats import (
     format_seconds,
     format_si,
     format_si_pair,
+    format_signed,
     format_tick,
     one_line,
 )
@@ -149,3 +150,7 @@ def test_a_table_has_one_number_format(make_run, tmp_path):
     for figure, unit in shown:
         digits = figure.replace(".", "").lstrip("0")
         assert len(digits) == 3 or (unit == "B" and "." not in figure and len(digits) < 3), (figure, unit)
+
+
+def test_a_zero_has_no_minus_sign() -> None:
+    assert format_signed("-0.0 [-0.05, -0.00], -10") == "0.0 [−0.05, 0.00], −10"

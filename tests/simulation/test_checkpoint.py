@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fedlowrank import Federation, simulate
 from fedlowrank.cli.main import main
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord, read_lines
+from fedlowrank.simulation.records import RoundRecord, RunRecord, read_lines
 
 HISTORY: list[tuple[dict[str, Any], dict[int, Any]]] = [
     ({"w": torch.full((3,), float(t))}, {c: {"v": torch.tensor([10.0 * t + c])} for c in changed})
@@ -202,3 +204,21 @@ def test_a_local_run_goes_back_and_comes_to_the_same_end(
     # rounds 4 and 5 were done again: their seconds are others
     written = read_lines(folder)
     assert [a == b for a, b in zip(append, written, strict=True)] == [True] * 4 + [False] * 2
+
+
+def test_an_interrupt_after_a_checkpoint_keeps_the_states_that_are_in_it(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    arrays = [(torch.randn(8, 3, generator=draw), torch.arange(8) % 2) for _ in range(4)]
+    made = Federation.from_arrays([{"train": pair, "test": pair} for pair in arrays], nn.Linear(3, 2))
+    settings: dict[str, Any] = {"rounds": 4, "participation": 0.5, "checkpoint_every": 1}
+
+    def interrupted(record: RoundRecord) -> None:
+        if record.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate("standalone", made, folder=tmp_path / "a", on_round=interrupted, **settings)
+    went_on = simulate("standalone", made, folder=tmp_path / "a", resume=True, **settings)
+    whole = simulate("standalone", made, **settings)
+    for k in range(4):
+        assert torch.equal(went_on.personal(k)["weight"], whole.personal(k)["weight"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 MISSING = "–"  # what stands where there is no number
@@ -95,8 +96,8 @@ def format_p(value: float | None) -> str:
 
 
 def format_signed(text: str) -> str:
-    """A formatted number with a typographic minus sign."""
-    return text.replace("-", "−")
+    """Formatted numbers with typographic minus signs, and none before a zero such as ``-0.0``."""
+    return re.sub(r"-(?=0(\.0*)?(?![\d.e]))", "", text).replace("-", "−")
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,16 @@ class LazyMapping(Mapping[int, Any]):
         of: loads the state of a client.
     """
 
-    def __init__(self, clients: Collection[int], of: Callable[[int], Any]) -> None:
-        self._clients, self._of = clients, of
+    def __init__(self, clients: Iterable[int], of: Callable[[int], Any]) -> None:
+        self._clients, self._of = dict.fromkeys(clients), of
 
     def __getitem__(self, client: int) -> Any:
         """The state of a client."""
         return self._of(client)
+
+    def __contains__(self, client: object) -> bool:
+        """Whether it is one of the clients, whatever else could be loaded."""
+        return client in self._clients
 
     def __iter__(self) -> Iterator[int]:
         """Clients."""
