@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import importlib
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ from scipy import stats
 from fedlowrank.config.experiment import ExperimentConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("evidence", ROOT / "docs" / "evidence.py")
-assert spec is not None
-assert spec.loader is not None
-evidence = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(evidence)
+
+
+def load(name: str) -> Any:
+    """A script of ``docs/``, which imports its neighbors."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+evidence, tables = load("evidence"), load("evidence_tables")
 RESULTS = ROOT / "docs" / "results"
 SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
@@ -76,8 +84,8 @@ def test_bytes_are_counted_until_the_target_is_reached() -> None:
     figures = pd.DataFrame(
         [*of("goal", [0.9, 0.5]), *of("fast", [0.1, 0.5, 0.4]), *of("slow", [0.1, 0.4, 0.4])]
     )
-    assert evidence._bytes_to(figures, "fast", "goal") == "3.00"
-    assert evidence._bytes_to(figures, "slow", "goal") == "0 of 1 seeds"
+    assert tables._bytes_to(figures, "fast", "goal") == "3.00"
+    assert tables._bytes_to(figures, "slow", "goal") == "0 of 1 seeds"
 
 
 @pytest.mark.parametrize(
@@ -92,19 +100,17 @@ def test_bytes_are_counted_until_the_target_is_reached() -> None:
     ],
 )
 def test_a_verdict_is_that_of_the_interval(low: float, high: float, sign: str, verdict: str) -> None:
-    assert evidence.judge(low, high, sign) == verdict
+    assert tables.judge(low, high, sign) == verdict
 
 
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
     found = SETTINGS["experiments"][name]
-    assert (
-        evidence.table(name, found["baseline"], found.get("target")) in (RESULTS / found["page"]).read_text()
-    )
+    assert tables.table(name, found["baseline"], found.get("target")) in (RESULTS / found["page"]).read_text()
 
 
 def test_the_summary_shows_the_claims() -> None:
-    assert evidence.claims_table() in (RESULTS / "index.md").read_text()
+    assert tables.claims_table() in (RESULTS / "index.md").read_text()
 
 
 def last(name: str, method: str, claim: dict[str, Any]) -> dict[int, float]:

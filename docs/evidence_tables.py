@@ -1,0 +1,247 @@
+"""Tables of the evidence experiments and of the claims, from the figures in ``docs/results/evidence``; see ``evidence.py``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.report.formats import format_signed
+from fedlowrank.report.significance import Difference, compare_over_seeds
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = ROOT / "experiments" / "evidence"
+RESULTS = ROOT / "docs" / "results"
+FIGURES = RESULTS / "evidence"
+TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
+
+
+def read_figures(name: str) -> pd.DataFrame:
+    """The figures of an experiment, as :func:`summarize_runs` made them."""
+    return pd.read_csv(FIGURES / f"{name}.csv")
+
+
+def last_results(figures: pd.DataFrame, series: str | None) -> pd.DataFrame:
+    """The last round of each run.
+
+    Args:
+        figures: of an experiment.
+        series: which models are judged; None for the first series of each method, its headline.
+
+    Returns:
+        Indexed by method and seed.
+    """
+    kept = figures["headline"] if series is None else figures["series"].eq(series)
+    some = figures[kept]
+    return some[some["round"] == some.groupby("method")["round"].transform("max")].set_index(
+        ["method", "seed"]
+    )
+
+
+def difference(results: pd.DataFrame, method: str, against: str, column: str = "test") -> Difference:
+    """The paired difference of two methods over the seeds that both have."""
+    return compare_over_seeds(
+        (results.loc[method][column] - results.loc[against][column]).dropna().to_numpy()
+    )
+
+
+def table(name: str, baseline: str, target: str | None = None) -> str:
+    """The results of an experiment as Markdown.
+
+    Args:
+        name: of the experiment.
+        baseline: with which every method is compared.
+        target: a method; bytes are counted until its last result is reached, both ways, seed by seed.
+    """
+    figures, experiment = read_figures(name), ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
+    source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
+    assert tune is not None, name
+    scale, digits = (1.0, 4) if _is_regression(name) else (100.0, 1)
+    against = f"minus {source['titles'][baseline]}"
+    series = [None, *figures.loc[~figures["headline"], "series"].unique()]
+    heads = [
+        "method",
+        "chosen",
+        "test",
+        against,
+        *(h for s in series[1:] for h in (s, against)),
+        "worst client",
+    ]
+    heads += [
+        "last quarter",
+        "MB up",
+        "MB down",
+        *([f"MB to {source['titles'][target]}'s result"] if target else []),
+    ]
+    lines = [_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
+    for method in dict.fromkeys(figures["method"]):
+        cells = [source["titles"][method], chosen.get(method, "")]
+        for one in series:
+            results = last_results(figures, one)
+            there = method in results.index.get_level_values("method")
+            cells.append(_mean(results.loc[method]["test"] * scale, digits) if there else "")
+            compared = there and method != baseline and baseline in results.index.get_level_values("method")
+            cells.append(_text(difference(results, method, baseline), scale, digits) if compared else "")
+        rows = last_results(figures, None).loc[method]
+        cells.append(_mean(rows["worst"] * scale, digits))
+        cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
+        cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
+        cells += [_bytes_to(figures, method, target)] if target else []
+        lines.append(_row(cells))
+    seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
+    return "\n".join(lines) + (
+        f"\n\n{'Loss' if _is_regression(name) else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
+        f"settings chosen on {', '.join(map(str, tune.seeds))}. Commit {source['commit']}, {source['machine']}, torch "
+        f"{source['versions']['torch']}. [Figures](evidence/{name}.csv), [every setting tried](evidence/{name}-tuning.csv), "
+        f"`python docs/evidence.py run {name}`."
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _bytes_to(figures: pd.DataFrame, method: str, target: str) -> str:
+    """Bytes both ways until the last result of a target method, in MB; how many seeds reached it if not all."""
+    goal = last_results(figures, None).loc[target]["test"]
+    own = figures[(figures["method"] == method) & figures["headline"]].sort_values("round")
+    reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").first()
+    if len(reached) < len(goal):
+        return f"{len(reached)} of {len(goal)} seeds"
+    return f"{(reached['bytes_up'] + reached['bytes_down']).mean() / 1e6:.2f}"
+
+
+def truncation_table(name: str, method: str) -> str:
+    """r̂_i and p_i of a method by rank as Markdown, means over clients and seeds."""
+    rows = pd.read_csv(FIGURES / f"{name}-truncation.csv")
+    means = (
+        rows[rows["method"] == method]
+        .groupby("rank")[["truncation", "weight"]]
+        .mean()
+        .sort_index(ascending=False)
+    )
+    lines = [_row(["rank", *map(str, means.index)]), "| :--- |" + " ---: |" * len(means)]
+    lines.append(_row(["r̂", *(f"{value:.3f}" for value in means["truncation"])]))
+    lines.append(_row(["p", *(f"{value:.3f}" for value in means["weight"])]))
+    return "\n".join(lines)
+
+
+def _is_regression(name: str) -> bool:
+    return (
+        ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
+        .data.to_dict(False)["source"]
+        .startswith("synthetic_")
+    )
+
+
+def _chosen(name: str) -> dict[str, str]:
+    """The chosen settings by method; an edge of the grid is marked."""
+    with (FIGURES / f"{name}-tuning.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    fields = list(rows[0])[list(rows[0]).index("messages") + 1 :]
+    found = {}
+    for row in rows:
+        if row["chosen"] == "True":
+            tried = {f: {r[f] for r in rows if r["method"] == row["method"]} for f in fields if row[f]}
+            found[row["method"]] = ", ".join(_name_setting(f, row[f], tried[f]) for f in tried)
+    return found
+
+
+def _name_setting(field: str, value: str, tried: set[str]) -> str:
+    """A chosen value; marked by ``*`` where it is the smallest or largest of those that were tried."""
+    numbers = [float(v) for v in tried] if all(re.fullmatch(r"[-+.e\d]+", v) for v in tried) else []
+    edge = "*" if len(numbers) > 1 and float(value) in (min(numbers), max(numbers)) else ""
+    return f"{field.rpartition('.')[2]} {value}{edge}"
+
+
+def _rise(figures: pd.DataFrame, method: str, series: str | None) -> float:
+    """Validation at the last round minus three quarters of the way, mean over seeds, of the models that were tuned."""
+    own = figures[figures["method"] == method]
+    own = own[own["series"].eq(series)] if series in set(own["series"]) else own[own["headline"]]
+    by_round = own.groupby("round")["val"].mean()
+    before = by_round[by_round.index <= 0.75 * by_round.index.max()]
+    return float(by_round.iloc[-1] - before.iloc[-1])
+
+
+def _mean(values: pd.Series, digits: int) -> str:
+    found = compare_over_seeds(values.to_numpy())
+    half = f" ± {(found.high - found.low) / 2:.{digits}f}" if found.n > 1 else ""
+    return f"{found.mean:.{digits}f}{half}"
+
+
+def _text(found: Difference, scale: float, digits: int) -> str:
+    text = f"{found.mean * scale:+.{digits}f} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]"
+    return format_signed(text)
+
+
+# Claims
+
+
+def judge(low: float, high: float, expected: str) -> str:
+    """Whether an interval of a difference shows what a claim expects.
+
+    Args:
+        low: of the 95 % interval.
+        high: of the 95 % interval.
+        expected: the sign of the difference by the claim, ``+`` or ``-``.
+    """
+    if expected == "-":
+        low, high = -high, -low
+    if low > 0:
+        return "holds"
+    return "does not hold" if high < 0 else "undecided"
+
+
+def claims_table() -> str:
+    """One row for every claim of the papers."""
+    settings = tomllib.loads((RESULTS / "evidence.toml").read_text())
+    lines = [
+        "| paper | claim | their evidence | ours | verdict | where |",
+        "| :--- | :--- | :--- | :--- | :--- | :--- |",
+    ]
+    for claim in settings["claims"]:
+        ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
+        if "experiment" in claim:
+            name = claim["experiment"]
+            results = last_results(read_figures(name), claim.get("series"))
+            found = difference(results, claim["method"], claim["against"], claim.get("column", "test"))
+            titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
+            scale, digits = (1.0, 4) if _is_regression(name) else (100.0, 1)
+            if claim.get("column", "test").startswith("bytes"):
+                scale, digits = 1e-6, 2
+            ours = f"{titles[claim['method']]} − {titles[claim['against']]}: {_text(found, scale, digits)}. {ours}".strip()
+            verdict = f"**{judge(found.low, found.high, claim['expected'])}**. {verdict}".strip()
+        link = f"[{claim['page'].removesuffix('.md')}]({claim['page']})"
+        lines.append(
+            "| " + " | ".join([claim["paper"], claim["claim"], claim["theirs"], ours, verdict, link]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def write() -> None:
+    """Replace the tables of all pages."""
+    settings = tomllib.loads((RESULTS / "evidence.toml").read_text())
+    for name, found in settings["experiments"].items():
+        if (FIGURES / f"{name}.csv").exists():
+            text = table(name, found["baseline"], found.get("target"))
+            if "truncation" in found:
+                text += f"\n\n{TRUNCATION}\n\n{truncation_table(name, found['truncation'])}"
+            paste(RESULTS / found["page"], name, text)
+    paste(RESULTS / "index.md", "claims", claims_table())
+
+
+def paste(page: Path, name: str, text: str) -> None:
+    """Put a table between its marks on a page."""
+    begin, end = f"<!-- evidence {name} -->\n", "<!-- end -->"
+    old = page.read_text()
+    if begin not in old:
+        sys.exit(f"{page}: there is no line {begin.strip()}")
+    pattern = f"({re.escape(begin)}).*?({re.escape(end)})"
+    page.write_text(re.sub(pattern, lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old, count=1, flags=re.DOTALL))
