@@ -45,11 +45,21 @@ def last_results(figures: pd.DataFrame, series: str | None) -> pd.DataFrame:
     )
 
 
-def difference(results: pd.DataFrame, method: str, against: str, column: str = "test") -> Difference:
-    """The paired difference of two methods over the seeds that both have."""
-    return compare_over_seeds(
-        (results.loc[method][column] - results.loc[against][column]).dropna().to_numpy()
-    )
+def difference(
+    figures: pd.DataFrame, method: str, against: str, series: str | None = None, column: str = "test"
+) -> Difference:
+    """The paired difference of two methods in the last round, over the seeds that both have.
+
+    Args:
+        figures: of an experiment.
+        method: minuend; it has the series.
+        against: subtrahend, judged by the same series, or by its first where it lacks that series.
+        series: as in :func:`last_results`.
+        column: of the figures.
+    """
+    own = last_results(figures, series)
+    others = own if against in own.index.get_level_values("method") else last_results(figures, None)
+    return compare_over_seeds((own.loc[method][column] - others.loc[against][column]).dropna().to_numpy())
 
 
 def table(name: str, baseline: str, target: str | None = None) -> str:
@@ -87,8 +97,8 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
             results = last_results(figures, one)
             there = method in results.index.get_level_values("method")
             cells.append(_mean(results.loc[method]["test"] * scale, digits) if there else "")
-            compared = there and method != baseline and baseline in results.index.get_level_values("method")
-            cells.append(_text(difference(results, method, baseline), scale, digits) if compared else "")
+            compared = there and method != baseline
+            cells.append(_text(difference(figures, method, baseline, one), scale, digits) if compared else "")
         rows = last_results(figures, None).loc[method]
         cells.append(_mean(rows["worst"] * scale, digits))
         cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
@@ -210,8 +220,9 @@ def claims_table() -> str:
         ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
         if "experiment" in claim:
             name = claim["experiment"]
-            results = last_results(read_figures(name), claim.get("series"))
-            found = difference(results, claim["method"], claim["against"], claim.get("column", "test"))
+            column = claim.get("column", "test")
+            figures = read_figures(name)
+            found = difference(figures, claim["method"], claim["against"], claim.get("series"), column)
             titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
             scale, digits = (1.0, 4) if _is_regression(name) else (100.0, 1)
             if claim.get("column", "test").startswith("bytes"):

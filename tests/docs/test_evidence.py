@@ -118,7 +118,7 @@ def last(name: str, method: str, claim: dict[str, Any]) -> dict[int, float]:
     with (RESULTS / "evidence" / f"{name}.csv").open(newline="") as file:
         own = [row for row in csv.DictReader(file) if row["method"] == method]
     series = claim.get("series")
-    own = [row for row in own if (row["series"] == series if series else row["headline"] == "True")]
+    own = [row for row in own if row["series"] == series] or [row for row in own if row["headline"] == "True"]
     end = max(int(row["round"]) for row in own)
     return {
         int(row["seed"]): float(row[claim.get("column", "test")]) for row in own if int(row["round"]) == end
