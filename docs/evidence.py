@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from evidence_figures import draw
 from evidence_tables import FIGURES, ROOT, write
 
 from fedlowrank import load_rounds, load_runs
@@ -163,6 +164,7 @@ def main() -> None:
         run(name, given.jobs) if given.command == "run" else enter(name)
     if given.command == "write":
         write()
+        draw()
 
 
 if __name__ == "__main__":
