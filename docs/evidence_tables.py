@@ -212,10 +212,7 @@ def judge(low: float, high: float, expected: str) -> str:
 def claims_table() -> str:
     """One row for every claim of the papers."""
     settings = tomllib.loads((RESULTS / "evidence.toml").read_text())
-    lines = [
-        "| paper | claim | their evidence | ours | verdict | where |",
-        "| :--- | :--- | :--- | :--- | :--- | :--- |",
-    ]
+    lines = ["| claim | verdict | ours | their evidence |", "| :--- | :--- | :--- | :--- |"]
     for claim in settings["claims"]:
         ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
         if "experiment" in claim:
@@ -229,10 +226,8 @@ def claims_table() -> str:
                 scale, digits = 1e-6, 2
             ours = f"{titles[claim['method']]} − {titles[claim['against']]}: {_text(found, scale, digits)}. {ours}".strip()
             verdict = f"**{judge(found.low, found.high, claim['expected'])}**. {verdict}".strip()
-        link = f"[{claim['page'].removesuffix('.md')}]({claim['page']})"
-        lines.append(
-            "| " + " | ".join([claim["paper"], claim["claim"], claim["theirs"], ours, verdict, link]) + " |"
-        )
+        link = f"[{claim['paper']}]({claim['page']}): {claim['claim']}"
+        lines.append(_row([link, verdict, ours, claim["theirs"]]))
     return "\n".join(lines)
 
 
