@@ -71,7 +71,7 @@ def _git(*command: str) -> str:
 def enter(name: str) -> None:
     """Write the figures of an experiment's finished runs into ``docs/results/evidence``."""
     FIGURES.mkdir(exist_ok=True)
-    tests = _test_folders(RUNS / name)
+    tests, diverged = _test_folders(RUNS / name)
     runs = pd.concat([load_runs(folder) for folder in tests], ignore_index=True)
     rounds = pd.concat([load_rounds(folder) for folder in tests], ignore_index=True)
     summarize_runs(runs, rounds).to_csv(
@@ -86,19 +86,24 @@ def enter(name: str) -> None:
     (FIGURES / f"{name}-tuning.csv").write_text(tuning)
     stored = json.loads((tests[0] / "run.json").read_text())
     source = json.loads((RUNS / name / "source.json").read_text()) | {"versions": stored["versions"]}
+    source["diverged"] = {method: diverged.count(method) for method in diverged}
     source["titles"] = {f.name.rpartition("-s")[0]: _title(f) for f in tests}
     (FIGURES / f"{name}.json").write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n")
 
 
-def _test_folders(out: Path) -> list[Path]:
-    """Folders of the runs with test seeds, all of which must have come to their end."""
+def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
+    """Folders of the finished runs with test seeds, and the method of each run that diverged; others are an error."""
     found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in str(path))
-    states = {folder: json.loads((folder / "status.json").read_text())["state"] for folder in found}
-    if missing := [f"{folder.name} ({state})" for folder, state in states.items() if state != "finished"]:
-        sys.exit(f"not all runs in {out} came to their end: {', '.join(missing)}")
-    if not found:
-        sys.exit(f"there are no runs in {out}")
-    return found
+    states = {folder: json.loads((folder / "status.json").read_text()) for folder in found}
+    ended = [folder for folder, status in states.items() if status["state"] == "finished"]
+    missing = [f.name for f, status in states.items() if f not in ended and not _is_diverged(status)]
+    if missing or not ended:
+        sys.exit(f"not all runs in {out} came to their end: {', '.join(missing) or 'there are none'}")
+    return ended, [folder.name.rpartition("-s")[0] for folder in found if folder not in ended]
+
+
+def _is_diverged(status: dict[str, Any]) -> bool:
+    return status["state"] == "stopped" and "is not finite" in status["message"]
 
 
 def _title(folder: Path) -> str:

@@ -59,6 +59,7 @@ def difference(
     """
     own = last_results(figures, series)
     others = own if against in own.index.get_level_values("method") else last_results(figures, None)
+    # a seed that diverged is in neither
     return compare_over_seeds((own.loc[method][column] - others.loc[against][column]).dropna().to_numpy())
 
 
@@ -92,7 +93,11 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     ]
     lines = [_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
     for method in dict.fromkeys(figures["method"]):
-        cells = [source["titles"][method], chosen.get(method, "")]
+        lost = source.get("diverged", {}).get(method)
+        cells = [
+            source["titles"][method] + (f" ({lost} seed diverged)" if lost else ""),
+            chosen.get(method, ""),
+        ]
         for one in series:
             results = last_results(figures, one)
             there = method in results.index.get_level_values("method")
