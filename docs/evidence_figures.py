@@ -41,7 +41,12 @@ def draw_downlink(name: str, path: Path) -> None:
             for place, one, method in zip(x, found, penalties, strict=True):
                 text = f"λ = {method.removeprefix('lam_')}"
                 axes.annotate(
-                    text, (place, one.mean), (0, 7), textcoords="offset points", fontsize=8, ha="right"
+                    text,
+                    (place, one.mean),
+                    (0, 7 + 11 * (method == penalties[0])),
+                    textcoords="offset points",
+                    fontsize=8,
+                    ha="right",
                 )
     for method in (m for m in methods if m not in penalties):
         rows = own.loc[method]
@@ -56,6 +61,7 @@ def draw_downlink(name: str, path: Path) -> None:
             ls="",
             label=titles[method],
         )
+    axes.margins(y=0.15)
     axes.set(xlabel="sent to the clients / MB", ylabel="test accuracy / %")
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
