@@ -92,7 +92,7 @@ def enter(name: str) -> None:
 
 
 def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
-    """Folders of the finished runs with test seeds, and the method of each run that diverged; others are an error."""
+    """Folders of the finished runs with test seeds, and the method of each run that diverged."""
     found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in str(path))
     states = {folder: json.loads((folder / "status.json").read_text()) for folder in found}
     ended = [folder for folder, status in states.items() if status["state"] == "finished"]

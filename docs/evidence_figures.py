@@ -1,4 +1,4 @@
-"""Figures of the evidence experiments, from the committed figures in ``docs/results/evidence``; see ``evidence.py``."""
+"""Drawings of the evidence experiments, from the committed figures; see ``evidence.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 
 def draw_downlink(name: str, path: Path) -> None:
-    """Accuracy against the bytes to the clients: a curve over the penalty λ for each series of FedSLR, and the others as points.
+    """Accuracy against bytes to the clients: FedSLR as a curve over λ for each series, others as points.
 
     Args:
         name: of an experiment whose methods ``lam_*`` are FedSLR with a growing λ.

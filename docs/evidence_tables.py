@@ -1,4 +1,4 @@
-"""Tables of the evidence experiments and of the claims, from the figures in ``docs/results/evidence``; see ``evidence.py``."""
+"""Tables of the evidence experiments and of the claims, from the committed figures; see ``evidence.py``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     figures, experiment = read_figures(name), ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
     source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
     assert tune is not None, name
-    scale, digits = (1.0, 4) if _is_regression(name) else (100.0, 1)
+    is_loss = _is_regression(experiment)
+    scale, digits = (1.0, 4) if is_loss else (100.0, 1)
     against = f"minus {source['titles'][baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
@@ -112,10 +113,10 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         lines.append(_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
-        f"\n\n{'Loss' if _is_regression(name) else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
-        f"settings chosen on {', '.join(map(str, tune.seeds))}. Commit {source['commit']}, {source['machine']}, torch "
-        f"{source['versions']['torch']}. [Figures](evidence/{name}.csv), [every setting tried](evidence/{name}-tuning.csv), "
-        f"`python docs/evidence.py run {name}`."
+        f"\n\n{'Loss' if is_loss else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
+        f"settings chosen on {', '.join(map(str, tune.seeds))}. Commit {source['commit']}, "
+        f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
+        f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`."
     )
 
 
@@ -124,7 +125,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _bytes_to(figures: pd.DataFrame, method: str, target: str) -> str:
-    """Bytes both ways until the last result of a target method, in MB; how many seeds reached it if not all."""
+    """Bytes both ways until a target method's last result, in MB; the number of seeds if not all reach it."""
     goal = last_results(figures, None).loc[target]["test"]
     own = figures[(figures["method"] == method) & figures["headline"]].sort_values("round")
     reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").first()
@@ -148,12 +149,8 @@ def truncation_table(name: str, method: str) -> str:
     return "\n".join(lines)
 
 
-def _is_regression(name: str) -> bool:
-    return (
-        ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
-        .data.to_dict(False)["source"]
-        .startswith("synthetic_")
-    )
+def _is_regression(experiment: ExperimentConfig) -> bool:
+    return bool(experiment.data.to_dict(False)["source"].startswith("synthetic_"))
 
 
 def _chosen(name: str) -> dict[str, str]:
@@ -177,7 +174,7 @@ def _name_setting(field: str, value: str, tried: set[str]) -> str:
 
 
 def _rise(figures: pd.DataFrame, method: str, series: str | None) -> float:
-    """Validation at the last round minus three quarters of the way, mean over seeds, of the models that were tuned."""
+    """Validation of the tuned models at the last round minus three quarters of the way, mean over seeds."""
     own = figures[figures["method"] == method]
     own = own[own["series"].eq(series)] if series in set(own["series"]) else own[own["headline"]]
     by_round = own.groupby("round")["val"].mean()
@@ -226,10 +223,12 @@ def claims_table() -> str:
             figures = read_figures(name)
             found = difference(figures, claim["method"], claim["against"], claim.get("series"), column)
             titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
-            scale, digits = (1.0, 4) if _is_regression(name) else (100.0, 1)
-            if claim.get("column", "test").startswith("bytes"):
+            is_loss = _is_regression(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"))
+            scale, digits = (1.0, 4) if is_loss else (100.0, 1)
+            if column.startswith("bytes"):
                 scale, digits = 1e-6, 2
-            ours = f"{titles[claim['method']]} − {titles[claim['against']]}: {_text(found, scale, digits)}. {ours}".strip()
+            names = f"{titles[claim['method']]} − {titles[claim['against']]}"
+            ours = f"{names}: {_text(found, scale, digits)}. {ours}".strip()
             verdict = f"**{judge(found.low, found.high, claim['expected'])}**. {verdict}".strip()
         link = f"[{claim['paper']}]({claim['page']}): {claim['claim']}"
         lines.append(_row([link, verdict, ours, claim["theirs"]]))
