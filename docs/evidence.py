@@ -46,11 +46,23 @@ def run(name: str, jobs: int) -> None:
     out = RUNS / name
     out.mkdir(parents=True, exist_ok=True)
     source = out / "source.json"
-    if not source.exists():
+    if source.exists():
+        _check_commit(json.loads(source.read_text())["commit"], out)
+    else:
         source.write_text(json.dumps(_describe_source(), indent=1))
     command = [sys.executable, "-m", "fedlowrank.cli.main", "tune", f"experiments/evidence/{name}.toml"]
     subprocess.run([*command, "--jobs", str(jobs), "-o", str(out)], check=True, cwd=ROOT)
     enter(name)
+
+
+def _check_commit(begun: str, out: Path) -> None:
+    """Refuse to go on with other code than the runs that are there."""
+    changed = _git("diff", "--name-only", begun, "HEAD", "--", "src", ":(glob)experiments/**/*.py")
+    if changed:
+        sys.exit(
+            f"{out} was begun at commit {begun}; since then there are changes in {', '.join(changed.split())}. Check "
+            "out that commit to go on, or remove the folder to begin anew."
+        )
 
 
 def _describe_source() -> dict[str, Any]:

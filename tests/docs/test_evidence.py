@@ -103,6 +103,26 @@ def test_a_verdict_is_that_of_the_interval(low: float, high: float, sign: str, v
     assert tables.judge(low, high, sign) == verdict
 
 
+def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(path: str, text: str) -> str:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        evidence._git("add", ".")
+        evidence._git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")
+        found: str = evidence._git("rev-parse", "HEAD")
+        return found
+
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    evidence._git("init", "-q")
+    begun = commit("src/a.py", "1")
+    commit("docs/a.md", "1")
+    commit("experiments/evidence/new.toml", "1")
+    evidence._check_commit(begun, tmp_path)
+    commit("experiments/evidence/methods.py", "1")
+    with pytest.raises(SystemExit, match=r"changes in experiments/evidence/methods\.py"):
+        evidence._check_commit(begun, tmp_path)
+
+
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
     found = SETTINGS["experiments"][name]

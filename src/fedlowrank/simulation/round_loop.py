@@ -179,7 +179,8 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             # unless it came between a round and its record, nothing of the finished rounds need be lost
             if records and records[-1].round == run.round:
                 folder.rewrite(records)
-                folder.save(run)
+                if folder.saved_round != run.round:
+                    folder.save(run)
             folder.status("stopped", run.round, "interrupted")
         raise
     except Exception as error:
