@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import matplotlib
-from evidence_tables import FIGURES, RESULTS, last_results, read_figures
+from evidence_tables import FIGURES, RESULTS, judge_claim, last_results, read_claims, read_figures
 
 from fedlowrank.report.significance import compare_over_seeds
 
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullLocator
+
+VERDICTS = {"holds": ("tab:blue", "o"), "does not hold": ("tab:red", "s"), "undecided": ("0.35", "D")}
+"""Color and marker."""
 
 
 def draw_downlink(name: str, path: Path) -> None:
@@ -68,7 +72,43 @@ def draw_downlink(name: str, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_claims(path: Path) -> None:
+    """The difference of every claim about an accuracy with its interval, colored by verdict.
+
+    Args:
+        path: of the SVG.
+    """
+    judged = [(claim, judge_claim(claim)) for claim in read_claims() if "experiment" in claim]
+    shown = [(claim, one) for claim, one in judged if one.scale == 100.0]
+    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
+    figure, axes = plt.subplots(figsize=(7.4, 0.8 + 0.36 * len(shown)), layout="constrained")
+    for verdict, (color, marker) in VERDICTS.items():
+        rows = [(y, one) for y, (_, one) in enumerate(shown) if one.verdict == verdict]
+        means = [100 * one.found.mean for _, one in rows]
+        halves = [50 * (one.found.high - one.found.low) for _, one in rows]
+        places = [y for y, _ in rows]
+        axes.errorbar(
+            means, places, None, halves, ls="", marker=marker, capsize=2, color=color, label=verdict
+        )
+    axes.axvline(0, color="0.6", lw=0.8, zorder=0)
+    labels = [", ".join(filter(None, [one.names, claim.get("series")])) for claim, one in shown]
+    experiments = [claim["experiment"] for claim, _ in shown]
+    names = [f"{label}\n({name})" for label, name in zip(labels, experiments, strict=True)]
+    axes.set_yticks(range(len(shown)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("symlog", linthresh=2)
+    ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30]
+    axes.set_xticks(ticks, [f"{t:+d}".replace("-", "−") if t else "0" for t in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(-45, 45)
+    axes.set_xlabel("points of accuracy, first minus second (linear from −2 to 2, logarithmic beyond)")
+    axes.legend(title="the claim", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw() -> None:
     """Draw all figures whose experiments have been entered."""
+    draw_claims(RESULTS / "figures" / "claims.svg")
     if (FIGURES / "fedslr-mnist.csv").exists():
         draw_downlink("fedslr-mnist", RESULTS / "figures" / "fedslr-mnist-downlink.svg")

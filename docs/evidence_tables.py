@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -211,25 +212,45 @@ def judge(low: float, high: float, expected: str) -> str:
     return "does not hold" if high < 0 else "undecided"
 
 
+class Judged(NamedTuple):
+    """A claim and what the figures say about it."""
+
+    names: str
+    found: Difference  # method minus the other
+    scale: float  # to the unit of a table
+    digits: int
+    verdict: str
+
+
+def judge_claim(claim: dict[str, str]) -> Judged:
+    """The difference that a claim with an experiment is about, and its verdict."""
+    name, column = claim["experiment"], claim.get("column", "test")
+    found = difference(read_figures(name), claim["method"], claim["against"], claim.get("series"), column)
+    titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
+    is_loss = _is_regression(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"))
+    scale, digits = (1.0, 4) if is_loss else (100.0, 1)
+    if column.startswith("bytes"):
+        scale, digits = 1e-6, 2
+    names = f"{titles[claim['method']]} − {titles[claim['against']]}"
+    return Judged(names, found, scale, digits, judge(found.low, found.high, claim["expected"]))
+
+
+def read_claims() -> list[dict[str, str]]:
+    """The claims of the papers, in the order of the summary."""
+    claims: list[dict[str, str]] = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
+    return claims
+
+
 def claims_table() -> str:
     """One row for every claim of the papers."""
-    settings = tomllib.loads((RESULTS / "evidence.toml").read_text())
     lines = ["| claim | verdict | ours | their evidence |", "| :--- | :--- | :--- | :--- |"]
-    for claim in settings["claims"]:
+    for claim in read_claims():
         ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
         if "experiment" in claim:
-            name = claim["experiment"]
-            column = claim.get("column", "test")
-            figures = read_figures(name)
-            found = difference(figures, claim["method"], claim["against"], claim.get("series"), column)
-            titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
-            is_loss = _is_regression(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"))
-            scale, digits = (1.0, 4) if is_loss else (100.0, 1)
-            if column.startswith("bytes"):
-                scale, digits = 1e-6, 2
-            names = f"{titles[claim['method']]} − {titles[claim['against']]}"
-            ours = f"{names}: {_text(found, scale, digits)}. {ours}".strip()
-            verdict = f"**{judge(found.low, found.high, claim['expected'])}**. {verdict}".strip()
+            judged = judge_claim(claim)
+            shown = _text(judged.found, judged.scale, judged.digits)
+            ours = f"{judged.names}: {shown}. {ours}".strip()
+            verdict = f"**{judged.verdict}**. {verdict}".strip()
         link = f"[{claim['paper']}]({claim['page']}): {claim['claim']}"
         lines.append(_row([link, verdict, ours, claim["theirs"]]))
     return "\n".join(lines)
