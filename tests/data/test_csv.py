@@ -59,6 +59,16 @@ def test_decimal_commas_are_numbers_or_an_error(tmp_path):
         Csv(str(file), "y", decimal=",").load()
 
 
+def test_semicolons_between_cells(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("dose;ward;y\n1,5;a;0\n-2,25;b;1\n")
+    data = Csv(str(file), "y", decimal=",", separator=";").load()
+    assert data.train.x.tolist() == [[1.5, 1, 0], [-2.25, 0, 1]]
+    assert data.train.y.tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"single column, 'dose;ward;y'. Set data.separator to ';'"):
+        Csv(str(file), "y").load()
+
+
 def test_a_test_file_is_encoded_as_the_training_file(path, tmp_path):
     test = tmp_path / "test.csv"
     test.write_text("hospital,age,smoker,ward,diagnosis\nsouth,,False,a,ill\n")

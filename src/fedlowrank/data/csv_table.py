@@ -52,6 +52,8 @@ class Csv:
             have to compute together. Empty labels and clients are always refused.
         decimal: the character between whole digits and decimals, a point, or a comma as in "1,5". Parquet
             files hold numbers, so there it changes nothing.
+        separator: the character between cells, as ";" where decimals have a comma; by default a tab in
+            ``.tsv`` files and a comma in others.
     """
 
     path: str
@@ -63,6 +65,7 @@ class Csv:
     task: Literal["auto", "classification", "regression"] = "auto"
     missing: Literal["refuse", "drop", "mean"] = "refuse"
     decimal: Literal[".", ","] = "."
+    separator: Literal[",", ";", "\t", "|"] | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -74,7 +77,9 @@ class Csv:
             DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the
                 message names the column and the row.
         """
-        tables = [_read(path, self.decimal) for path in (self.path, self.test) if path is not None]
+        tables = [
+            _read(path, self.decimal, self.separator) for path in (self.path, self.test) if path is not None
+        ]
         features = self.features or tuple(
             str(name) for name in tables[0].columns if name not in (self.label, self.client)
         )
@@ -237,7 +242,7 @@ def _is_number(column: Series) -> bool:
     return column.dtype.kind in "biuf"
 
 
-def _read(path: str, decimal: str) -> DataFrame:
+def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
     # Imported here, because that takes as long as many other imports of the package.
     import pandas
 
@@ -250,7 +255,7 @@ def _read(path: str, decimal: str) -> DataFrame:
         if kind == "parquet":
             table = pandas.read_parquet(file)
         else:
-            sep = "\t" if kind == "tsv" else ","
+            sep = separator or ("\t" if kind == "tsv" else ",")
             table = pandas.read_csv(file, sep=sep, decimal=decimal, skipinitialspace=True)
     except ImportError as error:
         raise DataError("reading Parquet needs pyarrow: pip install 'fedlowrank[huggingface]'") from error
@@ -258,5 +263,9 @@ def _read(path: str, decimal: str) -> DataFrame:
         raise DataError(f"cannot read {str(file)!r}: {error}") from error
     if not len(table):
         raise DataError(f"{str(file)!r} holds no rows.")
+    if len(table.columns) == 1 and (other := next((c for c in ";|\t," if c in str(table.columns[0])), None)):
+        raise DataError(
+            f"{str(file)!r} has a single column, {str(table.columns[0])!r}. Set data.separator to {other!r}."
+        )
     table.attrs["path"] = str(file)
     return table
