@@ -115,7 +115,7 @@ def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _is_diverged(status: dict[str, Any]) -> bool:
-    return status["state"] == "stopped" and "is not finite" in status["message"]
+    return status["state"] == "stopped" and "not finite" in status["message"]
 
 
 def _title(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -78,23 +79,24 @@ def draw_claims(path: Path) -> None:
     Args:
         path: of the SVG.
     """
-    judged = [(claim, judge_claim(claim)) for claim in read_claims() if "experiment" in claim]
-    shown = [(claim, one) for claim, one in judged if one.scale == 100.0]
+    judged = [(claim, case) for claim in read_claims() for case in judge_claim(claim)]
+    shown = [(claim, case) for claim, case in judged if case.scale == 100.0]
     plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
-    figure, axes = plt.subplots(figsize=(7.4, 0.8 + 0.36 * len(shown)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.4, 0.8 + 0.17 * len(shown)), layout="constrained")
     for verdict, (color, marker) in VERDICTS.items():
-        rows = [(y, one) for y, (_, one) in enumerate(shown) if one.verdict == verdict]
-        means = [100 * one.found.mean for _, one in rows]
-        halves = [50 * (one.found.high - one.found.low) for _, one in rows]
+        rows = [(y, case) for y, (_, case) in enumerate(shown) if case.verdict == verdict]
+        means = [100 * case.found.mean for _, case in rows]
+        halves = [50 * (case.found.high - case.found.low) for _, case in rows]
         places = [y for y, _ in rows]
         axes.errorbar(
-            means, places, None, halves, ls="", marker=marker, capsize=2, color=color, label=verdict
+            means, places, None, halves, ls="", marker=marker, ms=4, capsize=2, color=color, label=verdict
         )
     axes.axvline(0, color="0.6", lw=0.8, zorder=0)
-    labels = [", ".join(filter(None, [one.names, claim.get("series")])) for claim, one in shown]
-    experiments = [claim["experiment"] for claim, _ in shown]
-    names = [f"{label}\n({name})" for label, name in zip(labels, experiments, strict=True)]
+    names = [f"{claim['difference']}: {case.label}" for claim, case in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=7)
+    for y, ((above, _), (below, _)) in enumerate(itertools.pairwise(shown)):
+        if above is not below:
+            axes.axhline(y + 0.5, color="0.85", lw=0.6, zorder=0)
     axes.invert_yaxis()
     axes.set_xscale("symlog", linthresh=2)
     ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30]

@@ -9,18 +9,19 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.report.formats import format_signed
-from fedlowrank.report.significance import Difference, compare_over_seeds
+from fedlowrank.report.significance import ALPHA, Difference, compare_over_seeds, correct_holm
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments" / "evidence"
 RESULTS = ROOT / "docs" / "results"
 FIGURES = RESULTS / "evidence"
+VERDICTS = ("holds", "does not hold", "undecided")
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
 
@@ -115,7 +116,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
         f"\n\n{'Loss' if is_loss else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
-        f"settings chosen on {', '.join(map(str, tune.seeds))}. Commit {source['commit']}, "
+        f"settings chosen on {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. Commit {source['commit']}, "
         f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
         f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`."
     )
@@ -212,48 +213,71 @@ def judge(low: float, high: float, expected: str) -> str:
     return "does not hold" if high < 0 else "undecided"
 
 
-class Judged(NamedTuple):
-    """A claim and what the figures say about it."""
+class Case(NamedTuple):
+    """One comparison that a claim is about, and what the figures say about it."""
 
-    names: str
+    label: str
+    experiment: str
     found: Difference  # method minus the other
     scale: float  # to the unit of a table
     digits: int
     verdict: str
 
+    def text(self) -> str:
+        """The difference with its interval."""
+        return f"{self.label} {_text(self.found, self.scale, self.digits)}"
 
-def judge_claim(claim: dict[str, str]) -> Judged:
-    """The difference that a claim with an experiment is about, and its verdict."""
-    name, column = claim["experiment"], claim.get("column", "test")
-    found = difference(read_figures(name), claim["method"], claim["against"], claim.get("series"), column)
-    titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
+
+def read_claims() -> list[dict[str, Any]]:
+    """The claims of the papers, in the order of the summary."""
+    claims: list[dict[str, Any]] = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
+    return claims
+
+
+def judge_claim(claim: dict[str, Any]) -> list[Case]:
+    """The comparisons of a claim with their verdicts; none if it rests on text alone."""
+    return [_judge_case(claim | case) for case in claim.get("cases", ())]
+
+
+def _judge_case(case: dict[str, str]) -> Case:
+    name, column = case["experiment"], case.get("column", "test")
+    found = difference(read_figures(name), case["method"], case["against"], case.get("series"), column)
     is_loss = _is_regression(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"))
     scale, digits = (1.0, 4) if is_loss else (100.0, 1)
-    if column.startswith("bytes"):
-        scale, digits = 1e-6, 2
-    names = f"{titles[claim['method']]} − {titles[claim['against']]}"
-    return Judged(names, found, scale, digits, judge(found.low, found.high, claim["expected"]))
+    return Case(case["label"], name, found, scale, digits, judge(found.low, found.high, case["expected"]))
 
 
-def read_claims() -> list[dict[str, str]]:
-    """The claims of the papers, in the order of the summary."""
-    claims: list[dict[str, str]] = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
-    return claims
+def summarize_verdicts(verdicts: Sequence[str]) -> str:
+    """One verdict where all agree, else how many there are of each."""
+    counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS if verdict in verdicts}
+    if len(counts) == 1:
+        return next(iter(counts)) + (f" in all {len(verdicts)}" if len(verdicts) > 1 else "")
+    return ", ".join(f"{verdict} in {count} of {len(verdicts)}" for verdict, count in counts.items())
 
 
 def claims_table() -> str:
     """One row for every claim of the papers."""
     lines = ["| claim | verdict | ours | their evidence |", "| :--- | :--- | :--- | :--- |"]
-    for claim in read_claims():
+    claims = read_claims()
+    judged = [judge_claim(claim) for claim in claims]
+    every = [case for cases in judged for case in cases]
+    weak = [
+        case for case, p in zip(every, correct_holm([c.found.p for c in every]), strict=True) if p >= ALPHA
+    ]
+    for claim, cases in zip(claims, judged, strict=True):
         ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
-        if "experiment" in claim:
-            judged = judge_claim(claim)
-            shown = _text(judged.found, judged.scale, judged.digits)
-            ours = f"{judged.names}: {shown}. {ours}".strip()
-            verdict = f"**{judged.verdict}**. {verdict}".strip()
+        if cases:
+            marks = ["†" * (case in weak and case.verdict != "undecided") for case in cases]
+            shown = "; ".join(case.text() + mark for case, mark in zip(cases, marks, strict=True))
+            ours = f"{claim['difference']}: {shown}. {ours}".strip()
+            verdict = f"**{summarize_verdicts([c.verdict for c in cases])}**. {verdict}".strip()
         link = f"[{claim['paper']}]({claim['page']}): {claim['claim']}"
         lines.append(_row([link, verdict, ours, claim["theirs"]]))
-    return "\n".join(lines)
+    lost = sum(case in weak and case.verdict != "undecided" for case in every)
+    return "\n".join(lines) + (
+        f"\n\nThe table has {len(every)} intervals. † {lost} of them leave out 0, but not once "
+        "corrected for their number: p by Holm for all of them is 0.05 or more."
+    )
 
 
 def write() -> None:
