@@ -25,9 +25,10 @@ from typing import Any
 
 import pandas as pd
 from evidence_figures import draw
-from evidence_tables import FIGURES, ROOT, write
+from evidence_tables import EXPERIMENTS, FIGURES, ROOT, write
 
 from fedlowrank import load_rounds, load_runs
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.simulation.records import RunRecord
 
 RUNS = ROOT / "runs" / "evidence"
@@ -99,7 +100,8 @@ def enter(name: str) -> None:
     stored = json.loads((tests[0] / "run.json").read_text())
     source = json.loads((RUNS / name / "source.json").read_text()) | {"versions": stored["versions"]}
     source["diverged"] = {method: diverged.count(method) for method in diverged}
-    source["titles"] = {f.name.rpartition("-s")[0]: _title(f) for f in tests}
+    made = ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
+    source["titles"] = {method: made.method_title(method) for method in sorted(set(runs["method"]))}
     (FIGURES / f"{name}.json").write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -116,11 +118,6 @@ def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
 
 def _is_diverged(status: dict[str, Any]) -> bool:
     return status["state"] == "stopped" and "not finite" in status["message"]
-
-
-def _title(folder: Path) -> str:
-    title: str = json.loads((folder / "run.json").read_text())["method"]["title"]
-    return title
 
 
 def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:

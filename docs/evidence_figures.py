@@ -102,6 +102,7 @@ def draw_claims(path: Path) -> None:
     ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30]
     axes.set_xticks(ticks, [f"{t:+d}".replace("-", "−") if t else "0" for t in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(y=0.01)
     axes.set_xlim(-45, 45)
     axes.set_xlabel("points of accuracy, first minus second (linear from −2 to 2, logarithmic beyond)")
     axes.legend(title="the claim", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
