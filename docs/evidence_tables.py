@@ -251,7 +251,8 @@ def summarize_verdicts(verdicts: Sequence[str]) -> str:
     """One verdict where all agree, else how many there are of each."""
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS if verdict in verdicts}
     if len(counts) == 1:
-        return next(iter(counts)) + (f" in all {len(verdicts)}" if len(verdicts) > 1 else "")
+        where = {1: "", 2: " in both"}.get(len(verdicts), f" in all {len(verdicts)}")
+        return next(iter(counts)) + where
     return ", ".join(f"{verdict} in {count} of {len(verdicts)}" for verdict, count in counts.items())
 
 

@@ -166,6 +166,7 @@ def test_a_claims_interval_is_the_textbooks(claim: dict[str, Any], case: dict[st
 
 def test_verdicts_are_counted() -> None:
     assert tables.summarize_verdicts(["holds"]) == "holds"
+    assert tables.summarize_verdicts(["holds"] * 2) == "holds in both"
     assert tables.summarize_verdicts(["holds"] * 3) == "holds in all 3"
     some = ["undecided", "holds", "does not hold", "holds"]
     assert tables.summarize_verdicts(some) == "holds in 2 of 4, does not hold in 1 of 4, undecided in 1 of 4"
