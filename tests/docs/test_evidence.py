@@ -183,3 +183,12 @@ def test_an_experiment_follows_the_protocol(path: Path) -> None:
     for name in made.compared_methods:
         assert len(made.tune.grid_of(name)["optimizer.lr"]) >= 3
     assert SETTINGS["experiments"][made.name]["baseline"] in made.compared_methods
+
+
+def test_the_page_shows_the_ensembles_indices() -> None:
+    found = pd.read_csv(RESULTS / "evidence" / "ensemble-draws.csv").pivot(
+        index="seed", columns="arm", values="rand_index"
+    )
+    for seed, row in found.iterrows():
+        cells = [f"{row[arm]:.3f}" for arm in ("package", "plain, same models", "plain, own models")]
+        assert f"| {seed} | {' | '.join(cells)} |" in (RESULTS / "floral.md").read_text()
