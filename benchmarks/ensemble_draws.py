@@ -24,8 +24,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedlowrank import SGD, Federation, simulate
-from fedlowrank.adapters.router import Router
+from fedlowrank import Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.methods.ensemble import Ensemble
 
@@ -48,9 +47,9 @@ def draw_models(seed: int) -> Models:
     return [torch.stack([one[i].detach() for one in drawn]) for i in range(4)]
 
 
-def package_models(federation: Federation) -> Models:
+def package_models(method: Ensemble, federation: Federation) -> Models:
     """The 4 models that the package's Ensemble begins with."""
-    server = Ensemble(clusters=CLUSTERS).server_init(federation.task(1))
+    server = method.server_init(federation.task(1))
     return [server[n].detach().clone() for n in ("body.1.weight", "body.1.bias", "head.weight", "head.bias")]
 
 
@@ -79,15 +78,8 @@ def train_plainly(clients: Clients, models: Models, rounds: int, seed: int) -> d
     return theta
 
 
-def train_package(federation: Federation, rounds: int) -> dict[int, Tensor]:
+def train_package(method: Ensemble, federation: Federation, rounds: int) -> dict[int, Tensor]:
     """π of all clients after as many rounds of the package's Ensemble."""
-    method = Ensemble(
-        clusters=CLUSTERS,
-        router=Router(lr=ROUTER, noise=0.289),
-        batch_size=32,
-        epochs=1,
-        optimizer=SGD(lr=RATE),
-    )
     result = simulate(method, federation, rounds=rounds, participation=SHARES, evaluate_every=rounds)
     return {k: torch.tensor(route) for k, route in enumerate(result.rounds[-1].routes or [])}
 
@@ -112,14 +104,15 @@ def main() -> None:
     rows = []
     for seed in range(given.seeds):
         made = ExperimentConfig.read(EXPERIMENT, [f"data.path={given.data}", f"run.seed={seed}"], "ensemble")
-        federation = made.federation()
+        federation, method = made.federation(), made.build_method("ensemble")
+        assert isinstance(method, Ensemble)
         clients = [(torch.as_tensor(c.train.x).flatten(1), c.train.y) for c in federation.clients]
         truth = [k % CLUSTERS for k in range(len(clients))]
         for arm in ("package", "plain, same models", "plain, own models"):
             if arm == "package":
-                routes = train_package(federation, given.rounds)
+                routes = train_package(method, federation, given.rounds)
             else:
-                start = package_models(federation) if "same" in arm else draw_models(seed)
+                start = package_models(method, federation) if "same" in arm else draw_models(seed)
                 routes = train_plainly(clients, start, given.rounds, seed)
             count, index = judge(routes, truth)
             rows.append({"seed": seed, "arm": arm, "models": count, "rand_index": round(index, 3)})

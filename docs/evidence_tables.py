@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ VERDICTS = ("holds", "does not hold", "undecided")
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
 
+@cache
 def read_figures(name: str) -> pd.DataFrame:
     """The figures of an experiment, as :func:`summarize_runs` made them."""
     return pd.read_csv(FIGURES / f"{name}.csv")
@@ -47,9 +49,7 @@ def last_results(figures: pd.DataFrame, series: str | None) -> pd.DataFrame:
     )
 
 
-def difference(
-    figures: pd.DataFrame, method: str, against: str, series: str | None = None, column: str = "test"
-) -> Difference:
+def difference(figures: pd.DataFrame, method: str, against: str, series: str | None = None) -> Difference:
     """The paired difference of two methods in the last round, over the seeds that both have.
 
     Args:
@@ -57,12 +57,11 @@ def difference(
         method: minuend; it has the series.
         against: subtrahend, judged by the same series, or by its first where it lacks that series.
         series: as in :func:`last_results`.
-        column: of the figures.
     """
     own = last_results(figures, series)
     others = own if against in own.index.get_level_values("method") else last_results(figures, None)
     # a seed that diverged is in neither
-    return compare_over_seeds((own.loc[method][column] - others.loc[against][column]).dropna().to_numpy())
+    return compare_over_seeds((own.loc[method]["test"] - others.loc[against]["test"]).dropna().to_numpy())
 
 
 def table(name: str, baseline: str, target: str | None = None) -> str:
@@ -73,11 +72,10 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         baseline: with which every method is compared.
         target: a method; bytes are counted until its last result is reached, both ways, seed by seed.
     """
-    figures, experiment = read_figures(name), ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
+    figures, experiment = read_figures(name), _read_experiment(name)
     source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
     assert tune is not None, name
-    is_loss = _is_regression(experiment)
-    scale, digits = (1.0, 4) if is_loss else (100.0, 1)
+    scale, digits = _unit(experiment)
     against = f"minus {source['titles'][baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
@@ -115,7 +113,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         lines.append(_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
-        f"\n\n{'Loss' if is_loss else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
+        f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
         f"settings chosen on {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. Commit {source['commit']}, "
         f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
         f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`."
@@ -151,8 +149,15 @@ def truncation_table(name: str, method: str) -> str:
     return "\n".join(lines)
 
 
-def _is_regression(experiment: ExperimentConfig) -> bool:
-    return bool(experiment.data.to_dict(False)["source"].startswith("synthetic_"))
+@cache
+def _read_experiment(name: str) -> ExperimentConfig:
+    return ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
+
+
+def _unit(experiment: ExperimentConfig) -> tuple[float, int]:
+    """Factor and digits of its results in a table: of losses as they are, of accuracies in percent."""
+    is_loss = experiment.data.to_dict(False)["source"].startswith("synthetic_")
+    return (1.0, 4) if is_loss else (100.0, 1)
 
 
 def _chosen(name: str) -> dict[str, str]:
@@ -217,7 +222,6 @@ class Case(NamedTuple):
     """One comparison that a claim is about, and what the figures say about it."""
 
     label: str
-    experiment: str
     found: Difference  # method minus the other
     scale: float  # to the unit of a table
     digits: int
@@ -240,11 +244,10 @@ def judge_claim(claim: dict[str, Any]) -> list[Case]:
 
 
 def _judge_case(case: dict[str, str]) -> Case:
-    name, column = case["experiment"], case.get("column", "test")
-    found = difference(read_figures(name), case["method"], case["against"], case.get("series"), column)
-    is_loss = _is_regression(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"))
-    scale, digits = (1.0, 4) if is_loss else (100.0, 1)
-    return Case(case["label"], name, found, scale, digits, judge(found.low, found.high, case["expected"]))
+    name = case["experiment"]
+    found = difference(read_figures(name), case["method"], case["against"], case.get("series"))
+    scale, digits = _unit(_read_experiment(name))
+    return Case(case["label"], found, scale, digits, judge(found.low, found.high, case["expected"]))
 
 
 def summarize_verdicts(verdicts: Sequence[str]) -> str:
@@ -262,21 +265,18 @@ def claims_table() -> str:
     claims = read_claims()
     judged = [judge_claim(claim) for claim in claims]
     every = [case for cases in judged for case in cases]
-    weak = [
-        case for case, p in zip(every, correct_holm([c.found.p for c in every]), strict=True) if p >= ALPHA
-    ]
+    corrected = correct_holm([case.found.p for case in every])
+    weak = [c for c, p in zip(every, corrected, strict=True) if p >= ALPHA and c.verdict != "undecided"]
     for claim, cases in zip(claims, judged, strict=True):
         ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
         if cases:
-            marks = ["†" * (case in weak and case.verdict != "undecided") for case in cases]
-            shown = "; ".join(case.text() + mark for case, mark in zip(cases, marks, strict=True))
+            shown = "; ".join(case.text() + "†" * (case in weak) for case in cases)
             ours = f"{claim['difference']}: {shown}. {ours}".strip()
             verdict = f"**{summarize_verdicts([c.verdict for c in cases])}**. {verdict}".strip()
         link = f"[{claim['paper']}]({claim['page']}): {claim['claim']}"
         lines.append(_row([link, verdict, ours, claim["theirs"]]))
-    lost = sum(case in weak and case.verdict != "undecided" for case in every)
     return "\n".join(lines) + (
-        f"\n\nThe table has {len(every)} intervals. † {lost} of them leave out 0, but not once "
+        f"\n\nThe table has {len(every)} intervals. † {len(weak)} of them leave out 0, but not once "
         "corrected for their number: p by Holm for all of them is 0.05 or more."
     )
 
