@@ -138,8 +138,8 @@ class _Loop:
                 # the last round is always evaluated
                 self._replace_last(run.evaluate_last(self._records[-1]))
                 self._save_best()
-            if folder is not None and folder.saved_round != run.round:
-                folder.save(run)
+            if folder is not None:
+                folder.save_once(run)
         self._loggers(self._records[place])
 
     def settle(self) -> None:
@@ -179,8 +179,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             # unless it came between a round and its record, nothing of the finished rounds need be lost
             if records and records[-1].round == run.round:
                 folder.rewrite(records)
-                if folder.saved_round != run.round:
-                    folder.save(run)
+                folder.save_once(run)
             folder.status("stopped", run.round, "interrupted")
         raise
     except Exception as error:
@@ -188,9 +187,9 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             why = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
-                unsaved = records and records[-1].round == run.round != folder.saved_round
-                if unsaved and not isinstance(error, CheckpointError):
-                    folder.save(run)
+                is_whole = records and records[-1].round == run.round
+                if is_whole and not isinstance(error, CheckpointError):
+                    folder.save_once(run)
                 folder.status("stopped", run.round, why)
         raise
     if folder is not None:

@@ -53,9 +53,6 @@ class RunFolder:
         path: of the folder.
         config: what goes into ``run.json``.
         clients: what goes into ``clients.json``.
-
-    Attributes:
-        saved_round: of the checkpoint that this object wrote last, or None.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], clients: list[dict[str, Any]]) -> None:
@@ -65,7 +62,7 @@ class RunFolder:
         self.clients = clients
         self._lock = contextlib.ExitStack()
         self._saved: float | None = None
-        self.saved_round: int | None = None
+        self._saved_round: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +180,12 @@ class RunFolder:
         keep = run.settings.keep_checkpoints
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed, keep)
         run.unsaved.clear()
-        self._saved, self.saved_round = time.monotonic(), run.round
+        self._saved, self._saved_round = time.monotonic(), run.round
+
+    def save_once(self, run: Run) -> None:
+        """Write a checkpoint of the run as it stands, unless the last one written is of this round."""
+        if self._saved_round != run.round:
+            self.save(run)
 
     def save_best(self, run: Run) -> None:
         """Write the whole state as it stands to ``best``, beside the checkpoints."""
