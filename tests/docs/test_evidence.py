@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -162,6 +164,29 @@ def test_a_claims_interval_is_the_textbooks(claim: dict[str, Any], case: dict[st
     is_loss = case["experiment"] == "floral-synthetic"
     scale, digits = (1, 4) if is_loss else (100, 1)
     assert f"[{low * scale:+.{digits}f}, {high * scale:+.{digits}f}]".replace("-", "−") in line
+
+
+def intervals(name: str) -> set[str]:
+    """Intervals of the differences of any two methods and series in the last round, as a page would print them."""
+    figures = pd.read_csv(RESULTS / "evidence" / f"{name}.csv")
+    figures = figures[figures["round"] == figures["round"].max()]
+    wide = figures.pivot_table("test", "seed", ["method", "series"])
+    found = set()
+    for a, b in itertools.permutations(wide, 2):
+        differences = (wide[a] - wide[b]).dropna().to_numpy()
+        half = stats.t.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
+        mean, scale = differences.mean(), 1 if name == "floral-synthetic" else 100
+        ends = (scale * (mean - half), scale * (mean + half))
+        found |= {f"[{ends[0]:{sign}.{k}f}, {ends[1]:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
+    return {text.replace("-", "−").replace("+0.0]", "0.0]").replace("−0.0]", "0.0]") for text in found}
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str) -> None:
+    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
+    below = page.split(f"<!-- evidence {name} -->")[1].split("<!-- end -->")[1].split("\n#")[0]
+    printed = set(re.findall(r"\[[-−+]?[\d.]+, [-−+]?[\d.]+\]", below))
+    assert printed <= intervals(name)
 
 
 def test_verdicts_are_counted() -> None:
