@@ -2,6 +2,7 @@
 
     python docs/evidence.py run teacher-24 --jobs 2    # tune, test, and enter the figures; goes on where it stopped
     python docs/evidence.py write                      # all tables again, from the committed figures alone
+    python docs/evidence.py repeat teacher-24 fedhl    # one row again, beside its committed figures
 
 ``experiments/evidence/NAME.toml`` is an experiment with a section ``[tune]``. ``run`` leaves its figures in
 ``docs/results/evidence``: ``NAME.csv``, one row for each run, series and evaluated round; ``NAME-tuning.csv``, every setting
@@ -19,16 +20,18 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from evidence_figures import draw
-from evidence_tables import EXPERIMENTS, FIGURES, ROOT, write
+from evidence_tables import EXPERIMENTS, FIGURES, ROOT, read_chosen, read_figures, write
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.tuning import Setting, tuned_experiment
 from fedlowrank.simulation.records import RunRecord
 
 RUNS = ROOT / "runs" / "evidence"
@@ -162,8 +165,51 @@ def observe_truncation(folders: Sequence[Path]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+# Repeating
+
+
+def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
+    """Run one row of a table again, at its chosen setting, and print it beside the committed figures.
+
+    Args:
+        name: of an experiment whose figures are committed.
+        method: of the row.
+        seeds: of its test seeds.
+    """
+    setting = Setting(method, {f: json.loads(value) for f, value in read_chosen(name)[method].items()})
+    tuned = tuned_experiment(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"), [setting])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tuned.toml"
+        file.write_text(tuned.to_toml())
+        command = [sys.executable, "-m", "fedlowrank.cli.main", "compare", str(file), "-o", folder]
+        subprocess.run([*command, "--seeds", ",".join(map(str, seeds))], check=True, cwd=ROOT)
+        runs = [path.parent for path in sorted(Path(folder).glob("*-s*/run.json"))]
+        again = summarize_runs(
+            pd.concat([load_runs(run) for run in runs]), pd.concat([load_rounds(run) for run in runs])
+        )
+    print(compare_figures(read_figures(name), again).to_string(index=False))
+
+
+def compare_figures(committed: pd.DataFrame, again: pd.DataFrame) -> pd.DataFrame:
+    """Test results of repeated runs beside the committed ones, one row for each run and series.
+
+    Args:
+        committed: as :func:`summarize_runs` made them, of all runs.
+        again: the same of some runs.
+
+    Returns:
+        Columns method, seed, series; committed and again, the results of the last round, six digits; and
+        largest, the largest difference of any evaluated round.
+    """
+    both = committed.merge(again, "right", KEYS, suffixes=("", "_again")).sort_values("round")
+    both["largest"] = (both["test"] - both["test_again"].map(lambda value: float(f"{value:.6g}"))).abs()
+    groups = both.groupby(KEYS[:3], sort=False)
+    found = groups[["test", "test_again"]].last().rename(columns={"test": "committed", "test_again": "again"})
+    return found.join(groups["largest"].max()).reset_index()
+
+
 def main() -> None:
-    """Run, enter or write."""
+    """Run, enter, write or repeat."""
     parser = argparse.ArgumentParser(
         description="Run evidence experiments and write the result pages' tables."
     )
@@ -173,7 +219,13 @@ def main() -> None:
         added.add_argument("names", nargs="+")
         added.add_argument("--jobs", type=int, default=1)
     commands.add_parser("write")
+    again = commands.add_parser("repeat")
+    again.add_argument("name")
+    again.add_argument("method")
+    again.add_argument("--seeds", type=int, nargs="+", default=[0])
     given = parser.parse_args()
+    if given.command == "repeat":
+        repeat(given.name, given.method, given.seeds)
     for name in getattr(given, "names", ()):
         run(name, given.jobs) if given.command == "run" else enter(name)
     if given.command == "write":

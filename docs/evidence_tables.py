@@ -160,16 +160,26 @@ def _unit(experiment: ExperimentConfig) -> tuple[float, int]:
     return (1.0, 4) if is_loss else (100.0, 1)
 
 
-def _chosen(name: str) -> dict[str, str]:
-    """The chosen settings by method; an edge of the grid is marked."""
+def read_chosen(name: str) -> dict[str, dict[str, str]]:
+    """The chosen value of every tuned field, as it stands in the file, by method of an experiment."""
+    rows, fields = _read_tried(name)
+    return {row["method"]: {f: row[f] for f in fields if row[f]} for row in rows if row["chosen"] == "True"}
+
+
+def _read_tried(name: str) -> tuple[list[dict[str, str]], list[str]]:
+    """Every setting that was tried, and the tuned fields."""
     with (FIGURES / f"{name}-tuning.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    fields = list(rows[0])[list(rows[0]).index("messages") + 1 :]
+    return rows, list(rows[0])[list(rows[0]).index("messages") + 1 :]
+
+
+def _chosen(name: str) -> dict[str, str]:
+    """The chosen settings by method; an edge of the grid is marked."""
+    rows, _ = _read_tried(name)
     found = {}
-    for row in rows:
-        if row["chosen"] == "True":
-            tried = {f: {r[f] for r in rows if r["method"] == row["method"]} for f in fields if row[f]}
-            found[row["method"]] = ", ".join(_name_setting(f, row[f], tried[f]) for f in tried)
+    for method, values in read_chosen(name).items():
+        tried = {field: {row[field] for row in rows if row["method"] == method} for field in values}
+        found[method] = ", ".join(_name_setting(f, value, tried[f]) for f, value in values.items())
     return found
 
 

@@ -76,6 +76,18 @@ def test_runs_are_summarized_by_round_and_series() -> None:
     assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
 
 
+def test_a_repeated_run_is_compared_in_every_round() -> None:
+    committed = evidence.summarize_runs(*rows())
+    other = committed.assign(seed=8)  # a run that is not repeated
+    again = committed.copy()
+    again.loc[(again["series"] == "server") & (again["round"] == 1), "test"] += 0.05
+    again["test"] += 1e-9  # below the six digits that are committed
+    found = evidence.compare_figures(pd.concat([committed, other]), again).set_index("series")
+    assert found["seed"].tolist() == [7, 7]
+    assert found.loc["personal", ["committed", "again", "largest"]].tolist() == pytest.approx([0.7, 0.7, 0])
+    assert found.loc["server", ["committed", "again", "largest"]].tolist() == pytest.approx([0.3, 0.3, 0.05])
+
+
 def test_bytes_are_counted_until_the_target_is_reached() -> None:
     def of(method: str, tests: list[float]) -> list[dict[str, Any]]:
         common = {"method": method, "seed": 0, "series": "personal", "headline": True}
