@@ -33,6 +33,7 @@ from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import Setting, tuned_experiment
 from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.scalars import scalars
 
 RUNS = ROOT / "runs" / "evidence"
 KEYS = ["method", "seed", "series", "round"]
@@ -98,6 +99,11 @@ def enter(name: str) -> None:
         observed.to_csv(
             FIGURES / f"{name}-truncation.csv", index=False, float_format="%.6g", lineterminator="\n"
         )
+    recovered = observe_recovery(tests)
+    if len(recovered):
+        recovered.to_csv(
+            FIGURES / f"{name}-recovery.csv", index=False, float_format="%.6g", lineterminator="\n"
+        )
     tuning = (RUNS / name / "tuning.csv").read_text()
     (FIGURES / f"{name}-tuning.csv").write_text(tuning)
     stored = json.loads((tests[0] / "run.json").read_text())
@@ -162,6 +168,22 @@ def observe_truncation(folders: Sequence[Path]) -> pd.DataFrame:
             rank, weight = record.clients[int(client)]["rank"], observed["weights"][client]
             rows.append({"method": method, "seed": int(seed), "client": int(client), "rank": rank})
             rows[-1] |= {"truncation": error, "weight": weight}
+    return pd.DataFrame(rows)
+
+
+def observe_recovery(folders: Sequence[Path]) -> pd.DataFrame:
+    """Agreement of the clients' largest shares with their true clusters in the last round, one row for each run.
+
+    Returns:
+        Columns method, seed and index, the adjusted Rand index; empty if no method has shares.
+    """
+    rows = []
+    for folder in folders:
+        record = RunRecord.load(folder)
+        found = scalars(record.rounds[-1], record.clients, 0).get("routes/recovery")
+        if found is not None:
+            method, _, seed = folder.name.rpartition("-s")
+            rows.append({"method": method, "seed": int(seed), "index": found})
     return pd.DataFrame(rows)
 
 

@@ -23,6 +23,7 @@ EXPERIMENTS = ROOT / "experiments" / "evidence"
 RESULTS = ROOT / "docs" / "results"
 FIGURES = RESULTS / "evidence"
 VERDICTS = ("holds", "does not hold", "undecided")
+RECOVERY = "Adjusted Rand index of the clients' largest shares against their true clusters, last round:"
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
 
@@ -146,6 +147,20 @@ def truncation_table(name: str, method: str) -> str:
     lines = [_row(["rank", *map(str, means.index)]), "| :--- |" + " ---: |" * len(means)]
     lines.append(_row(["r̂", *(f"{value:.3f}" for value in means["truncation"])]))
     lines.append(_row(["p", *(f"{value:.3f}" for value in means["weight"])]))
+    return "\n".join(lines)
+
+
+def recovery_table(name: str) -> str:
+    """Adjusted Rand index of every run whose method has shares of clusters as Markdown."""
+    rows = pd.read_csv(FIGURES / f"{name}-recovery.csv").pivot(index="method", columns="seed", values="index")
+    titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
+    lines = [
+        _row(["seed", *map(str, rows.columns), "mean"]),
+        "| :--- |" + " ---: |" * (len(rows.columns) + 1),
+    ]
+    for method, row in rows.iterrows():
+        cells = ["diverged" if pd.isna(value) else f"{value:.2f}" for value in row]
+        lines.append(_row([titles[method], *cells, f"{row.mean():.2f}"]))
     return "\n".join(lines)
 
 
@@ -299,6 +314,8 @@ def write() -> None:
             text = table(name, found["baseline"], found.get("target"))
             if "truncation" in found:
                 text += f"\n\n{TRUNCATION}\n\n{truncation_table(name, found['truncation'])}"
+            if (FIGURES / f"{name}-recovery.csv").exists():
+                text += f"\n\n{RECOVERY}\n\n{recovery_table(name)}"
             paste(RESULTS / found["page"], name, text)
     paste(RESULTS / "index.md", "claims", claims_table())
 

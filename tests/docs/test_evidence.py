@@ -144,6 +144,23 @@ def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
     assert tables.table(name, found["baseline"], found.get("target")) in (RESULTS / found["page"]).read_text()
 
 
+RECOVERED = sorted(p.stem for p in (RESULTS / "evidence").glob("*-recovery.csv"))
+
+
+@pytest.mark.parametrize("stem", RECOVERED)
+def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
+    name = stem.removesuffix("-recovery")
+    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text().split(f"<!-- evidence {name} -->")[1]
+    titles = json.loads((RESULTS / "evidence" / f"{name}.json").read_text())["titles"]
+    with (RESULTS / "evidence" / f"{stem}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for method in {row["method"] for row in rows}:
+        values = [float(row["index"]) for row in rows if row["method"] == method]
+        if len(values) == 5:
+            cells = " | ".join(f"{value:.2f}" for value in [*values, sum(values) / 5])
+            assert f"| {titles[method]} | {cells} |" in page.split("<!-- end -->")[0]
+
+
 def test_the_summary_shows_the_claims() -> None:
     assert tables.claims_table() in (RESULTS / "index.md").read_text()
 
