@@ -139,7 +139,7 @@ def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Columns method, seed, series, round; headline, whether the series is the first of its method; val and
         test, the means over clients of the accuracy, or of the loss where there are no classes; worst, that of
-        the client with the worst test result; and bytes_up and bytes_down of all rounds so far.
+        the client with the worst test result; and bytes_up, bytes_down and flops of all rounds so far.
     """
     is_loss = runs["accuracy"].isna().all()
     measure = "loss" if is_loss else "accuracy"
@@ -147,7 +147,8 @@ def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
     tests = runs[runs["split"] == "test"].groupby(KEYS)[measure]
     found = by_split.reindex(columns=["val", "test"]).assign(worst=tests.max() if is_loss else tests.min())
     first = runs.groupby("method")["series"].first()
-    totals = rounds.sort_values("round").set_index(["method", "seed", "round"])[["bytes_up", "bytes_down"]]
+    costs = ["bytes_up", "bytes_down", "flops"]
+    totals = rounds.sort_values("round").set_index(["method", "seed", "round"])[costs]
     found = found.reset_index()
     found.insert(4, "headline", found["series"].eq(found["method"].map(first)))
     return found.join(totals.groupby(["method", "seed"]).cumsum(), on=["method", "seed", "round"])

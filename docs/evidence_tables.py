@@ -71,12 +71,12 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     Args:
         name: of the experiment.
         baseline: with which every method is compared.
-        target: a method; bytes are counted until its last result is reached, both ways, seed by seed.
+        target: a method; bytes, both ways, and FLOPs are counted until its last result is reached, seed by seed.
     """
     figures, experiment = read_figures(name), _read_experiment(name)
     source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
     assert tune is not None, name
-    scale, digits = _unit(experiment)
+    (scale, digits), costs = _unit(experiment), _costs(figures)
     against = f"minus {source['titles'][baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
@@ -91,7 +91,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         "last quarter",
         "MB up",
         "MB down",
-        *([f"MB to {source['titles'][target]}'s result"] if target else []),
+        *([f"{unit} to {source['titles'][target]}'s result" for unit in costs] if target else []),
     ]
     lines = [_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
     for method in dict.fromkeys(figures["method"]):
@@ -110,7 +110,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         cells.append(_mean(rows["worst"] * scale, digits))
         cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
         cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
-        cells += [_bytes_to(figures, method, target)] if target else []
+        cells += [_cost_to(figures, method, target, cost) for cost in costs.values()] if target else []
         lines.append(_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
@@ -125,14 +125,20 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _bytes_to(figures: pd.DataFrame, method: str, target: str) -> str:
-    """Bytes both ways until a target method's last result, in MB; the number of seeds if not all reach it."""
+def _costs(figures: pd.DataFrame) -> dict[str, pd.Series]:
+    """Costs so far by unit; FLOPs where they were kept."""
+    found = {"MB": (figures["bytes_up"] + figures["bytes_down"]) / 1e6}
+    return found | ({"TFLOP": figures["flops"] / 1e12} if "flops" in figures else {})
+
+
+def _cost_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -> str:
+    """Cost until a target method's last result; the number of seeds if not all reach it."""
     goal = last_results(figures, None).loc[target]["test"]
     own = figures[(figures["method"] == method) & figures["headline"]].sort_values("round")
-    reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").first()
+    reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").head(1)
     if len(reached) < len(goal):
         return f"{len(reached)} of {len(goal)} seeds"
-    return f"{(reached['bytes_up'] + reached['bytes_down']).mean() / 1e6:.2f}"
+    return f"{cost[reached.index].mean():.2f}"
 
 
 def truncation_table(name: str, method: str) -> str:

@@ -58,7 +58,10 @@ def rows() -> tuple[pd.DataFrame, pd.DataFrame]:
         for split, v in zip(("val", "test"), parts, strict=True)
         for k in range(2)
     ]
-    rounds = [{"method": "m", "seed": 7, "round": r, "bytes_up": 10 * r, "bytes_down": 1} for r in range(4)]
+    rounds = [
+        {"method": "m", "seed": 7, "round": r, "bytes_up": 10 * r, "bytes_down": 1, "flops": 2}
+        for r in range(4)
+    ]
     return pd.DataFrame(runs), pd.DataFrame(rounds)
 
 
@@ -66,7 +69,7 @@ def test_runs_are_summarized_by_round_and_series() -> None:
     found = evidence.summarize_runs(*rows()).set_index(["series", "round"])
     last = found.loc["personal", 3]
     assert (last["val"], last["test"], last["worst"]) == pytest.approx((0.6, 0.7, 0.5))
-    assert (last["bytes_up"], last["bytes_down"]) == (60, 4)
+    assert (last["bytes_up"], last["bytes_down"], last["flops"]) == (60, 4, 8)
     assert found.loc["server", 1]["test"] == pytest.approx(0.2)
     assert found["headline"].to_dict() == {
         (s, r): s == "personal" for s in ("personal", "server") for r in (1, 3)
@@ -99,8 +102,11 @@ def test_bytes_are_counted_until_the_target_is_reached() -> None:
     figures = pd.DataFrame(
         [*of("goal", [0.9, 0.5]), *of("fast", [0.1, 0.5, 0.4]), *of("slow", [0.1, 0.4, 0.4])]
     )
-    assert tables._bytes_to(figures, "fast", "goal") == "3.00"
-    assert tables._bytes_to(figures, "slow", "goal") == "0 of 1 seeds"
+    costs = tables._costs(figures.assign(flops=5e12))
+    assert tables._cost_to(figures, "fast", "goal", costs["MB"]) == "3.00"
+    assert tables._cost_to(figures, "fast", "goal", costs["TFLOP"]) == "5.00"
+    assert tables._cost_to(figures, "slow", "goal", costs["MB"]) == "0 of 1 seeds"
+    assert set(tables._costs(figures)) == {"MB"}
 
 
 @pytest.mark.parametrize(
