@@ -227,8 +227,9 @@ def _mean(values: pd.Series, digits: int) -> str:
 
 
 def _text(found: Difference, scale: float, digits: int) -> str:
-    text = f"{found.mean * scale:+.{digits}f} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]"
-    return format_signed(text)
+    """A difference with its interval; an end that rounds to zero keeps its sign, which a verdict may rest on."""
+    mean = format_signed(f"{found.mean * scale:+.{digits}f}")
+    return f"{mean} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]".replace("-", "−")
 
 
 # Claims

@@ -213,7 +213,7 @@ def intervals(name: str) -> set[str]:
         mean, scale = differences.mean(), 1 if name == "floral-synthetic" else 100
         ends = (scale * (mean - half), scale * (mean + half))
         found |= {f"[{ends[0]:{sign}.{k}f}, {ends[1]:{sign}.{k}f}]" for k in (1, 2, 4) for sign in ("+", "")}
-    return {text.replace("-", "−").replace("+0.0]", "0.0]").replace("−0.0]", "0.0]") for text in found}
+    return {text.replace("-", "−") for text in found}
 
 
 @pytest.mark.parametrize("name", ENTERED)
