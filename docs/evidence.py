@@ -199,7 +199,14 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
         method: of the row.
         seeds: of its test seeds.
     """
-    setting = Setting(method, {f: json.loads(value) for f, value in read_chosen(name)[method].items()})
+    if not (FIGURES / f"{name}.csv").exists():
+        sys.exit(f"{FIGURES.relative_to(ROOT)} has no figures of {name!r}")
+    committed, chosen = read_figures(name), read_chosen(name)
+    if method not in chosen:
+        sys.exit(f"{name} has no row {method!r}; it has {', '.join(chosen)}")
+    if unknown := set(seeds) - set(committed.query("method == @method")["seed"]):
+        sys.exit(f"{method} of {name} has no figures of seed {', '.join(map(str, sorted(unknown)))}")
+    setting = Setting(method, {field: json.loads(value) for field, value in chosen[method].items()})
     tuned = tuned_experiment(ExperimentConfig.read(EXPERIMENTS / f"{name}.toml"), [setting])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tuned.toml"
@@ -210,7 +217,7 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
         again = summarize_runs(
             pd.concat([load_runs(run) for run in runs]), pd.concat([load_rounds(run) for run in runs])
         )
-    print(compare_figures(read_figures(name), again).to_string(index=False))
+    print(compare_figures(committed, again).to_string(index=False))
 
 
 def compare_figures(committed: pd.DataFrame, again: pd.DataFrame) -> pd.DataFrame:
