@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 from evidence_figures import draw
-from evidence_tables import EXPERIMENTS, FIGURES, ROOT, read_chosen, read_figures, write
+from evidence_tables import EXPERIMENTS, FIGURES, ROOT, read_figures, read_tried, write
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
@@ -89,29 +89,29 @@ def enter(name: str) -> None:
     """Write the figures of an experiment's finished runs into ``docs/results/evidence``."""
     FIGURES.mkdir(exist_ok=True)
     tests, diverged = _test_folders(RUNS / name)
-    runs = pd.concat([load_runs(folder) for folder in tests], ignore_index=True)
-    rounds = pd.concat([load_rounds(folder) for folder in tests], ignore_index=True)
-    summarize_runs(runs, rounds).to_csv(
-        FIGURES / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n"
-    )
-    observed = observe_truncation(tests)
-    if len(observed):
-        observed.to_csv(
-            FIGURES / f"{name}-truncation.csv", index=False, float_format="%.6g", lineterminator="\n"
-        )
-    recovered = observe_recovery(tests)
-    if len(recovered):
-        recovered.to_csv(
-            FIGURES / f"{name}-recovery.csv", index=False, float_format="%.6g", lineterminator="\n"
-        )
+    results = _read_runs(tests)
+    tables = {"": results, "-truncation": observe_truncation(tests), "-recovery": observe_recovery(tests)}
+    for ending, table in tables.items():
+        if len(table):
+            path = FIGURES / f"{name}{ending}.csv"
+            table.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
     tuning = (RUNS / name / "tuning.csv").read_text()
     (FIGURES / f"{name}-tuning.csv").write_text(tuning)
     stored = json.loads((tests[0] / "run.json").read_text())
     source = json.loads((RUNS / name / "source.json").read_text()) | {"versions": stored["versions"]}
     source["diverged"] = {method: diverged.count(method) for method in diverged}
     made = ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
-    source["titles"] = {method: made.method_title(method) for method in sorted(set(runs["method"]))}
+    source["titles"] = {method: made.method_title(method) for method in sorted(set(results["method"]))}
     (FIGURES / f"{name}.json").write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n")
+
+
+def _read_runs(folders: Sequence[Path]) -> pd.DataFrame:
+    """The figures of finished runs."""
+    runs, rounds = (
+        pd.concat([load(folder) for folder in folders], ignore_index=True)
+        for load in (load_runs, load_rounds)
+    )
+    return summarize_runs(runs, rounds)
 
 
 def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
@@ -201,7 +201,8 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
     """
     if not (FIGURES / f"{name}.csv").exists():
         sys.exit(f"{FIGURES.relative_to(ROOT)} has no figures of {name!r}")
-    committed, chosen = read_figures(name), read_chosen(name)
+    committed = read_figures(name)
+    chosen = {row: values for row, is_chosen, values in read_tried(name) if is_chosen}
     if method not in chosen:
         sys.exit(f"{name} has no row {method!r}; it has {', '.join(chosen)}")
     if unknown := set(seeds) - set(committed.query("method == @method")["seed"]):
@@ -213,10 +214,7 @@ def repeat(name: str, method: str, seeds: Sequence[int]) -> None:
         file.write_text(tuned.to_toml())
         command = [sys.executable, "-m", "fedlowrank.cli.main", "compare", str(file), "-o", folder]
         subprocess.run([*command, "--seeds", ",".join(map(str, seeds))], check=True, cwd=ROOT)
-        runs = [path.parent for path in sorted(Path(folder).glob("*-s*/run.json"))]
-        again = summarize_runs(
-            pd.concat([load_runs(run) for run in runs]), pd.concat([load_rounds(run) for run in runs])
-        )
+        again = _read_runs([path.parent for path in sorted(Path(folder).glob("*-s*/run.json"))])
     print(compare_figures(committed, again).to_string(index=False))
 
 

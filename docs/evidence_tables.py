@@ -181,26 +181,21 @@ def _unit(experiment: ExperimentConfig) -> tuple[float, int]:
     return (1.0, 4) if is_loss else (100.0, 1)
 
 
-def read_chosen(name: str) -> dict[str, dict[str, str]]:
-    """The chosen value of every tuned field, as it stands in the file, by method of an experiment."""
-    rows, fields = _read_tried(name)
-    return {row["method"]: {f: row[f] for f in fields if row[f]} for row in rows if row["chosen"] == "True"}
-
-
-def _read_tried(name: str) -> tuple[list[dict[str, str]], list[str]]:
-    """Every setting that was tried, and the tuned fields."""
+def read_tried(name: str) -> list[tuple[str, bool, dict[str, str]]]:
+    """Every setting that was tried: its method, whether it was chosen, and the values as they stand in the file."""
     with (FIGURES / f"{name}-tuning.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return rows, list(rows[0])[list(rows[0]).index("messages") + 1 :]
+    fields = list(rows[0])[list(rows[0]).index("messages") + 1 :]
+    return [(row["method"], row["chosen"] == "True", {f: row[f] for f in fields if row[f]}) for row in rows]
 
 
 def _chosen(name: str) -> dict[str, str]:
     """The chosen settings by method; an edge of the grid is marked."""
-    rows, _ = _read_tried(name)
-    found = {}
-    for method, values in read_chosen(name).items():
-        tried = {field: {row[field] for row in rows if row["method"] == method} for field in values}
-        found[method] = ", ".join(_name_setting(f, value, tried[f]) for f, value in values.items())
+    rows, found = read_tried(name), {}
+    for method, is_chosen, values in rows:
+        if is_chosen:
+            tried = {f: {own[f] for other, _, own in rows if other == method} for f in values}
+            found[method] = ", ".join(_name_setting(f, value, tried[f]) for f, value in values.items())
     return found
 
 
