@@ -154,15 +154,17 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     )
     script.start()
     script.wait_for("ready", 10)
-    assert script.pid is not None
-    found = process_tree.descendants(script.pid)
-    assert {p.command for p in found.values()} >= {"sleep 80", "sleep 82"}
+    pid = script.pid
+    assert pid is not None
+    # "ready" is said before the programs are started
+    until(lambda: {p.command for p in process_tree.descendants(pid).values()} >= {"sleep 80", "sleep 82"}, 10)
+    found = process_tree.descendants(pid)
     # the shell that asked for a session of its own leads a group of its own
-    assert len({p.group for p in found.values()} | {script.pid}) == 2
+    assert len({p.group for p in found.values()} | {pid}) == 2
     began = time.monotonic()
     script.close(0.5)
     assert time.monotonic() - began < 8
-    assert not (set(found) | {script.pid}) & set(process_tree.processes())
+    assert not (set(found) | {pid}) & set(process_tree.processes())
     script.close()
 
 
