@@ -14,6 +14,7 @@ from fedlowrank.report.significance import compare_over_seeds
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 VERDICTS = {"holds": ("tab:blue", "o"), "does not hold": ("tab:red", "s"), "undecided": ("0.35", "D")}
@@ -29,8 +30,7 @@ def draw_downlink(name: str, path: Path) -> None:
     """
     figures = read_figures(name)
     titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
-    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    axes = _new_axes(6.4, 3.6)
     own = last_results(figures, None)
     methods = list(dict.fromkeys(figures["method"]))
     penalties = sorted(
@@ -69,8 +69,7 @@ def draw_downlink(name: str, path: Path) -> None:
     axes.margins(y=0.15)
     axes.set(xlabel="sent to the clients / MB", ylabel="test accuracy / %")
     axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    _save(path)
 
 
 def draw_claims(path: Path) -> None:
@@ -81,8 +80,7 @@ def draw_claims(path: Path) -> None:
     """
     judged = [(claim, case) for claim in read_claims() for case in judge_claim(claim)]
     shown = [(claim, case) for claim, case in judged if case.scale == 100.0]
-    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
-    figure, axes = plt.subplots(figsize=(8.4, 0.8 + 0.17 * len(shown)), layout="constrained")
+    axes = _new_axes(8.4, 0.8 + 0.17 * len(shown))
     for verdict, (color, marker) in VERDICTS.items():
         rows = [(y, case) for y, (_, case) in enumerate(shown) if case.verdict == verdict]
         means = [100 * case.found.mean for _, case in rows]
@@ -107,8 +105,19 @@ def draw_claims(path: Path) -> None:
     axes.set_xlim(-1.4 * furthest, 1.4 * furthest)
     axes.set_xlabel("points of accuracy, first minus second (linear from −2 to 2, logarithmic beyond)")
     axes.legend(title="the claim", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    _save(path)
+
+
+def _new_axes(width: float, height: float) -> Axes:
+    """Axes of a new figure, width and height in inches."""
+    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def _save(path: Path) -> None:
+    """Write the current figure without its date, so that the same figure is the same file."""
+    plt.savefig(path, metadata={"Date": None})
+    plt.close()
 
 
 def draw() -> None:

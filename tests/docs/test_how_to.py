@@ -54,7 +54,7 @@ def test_system_heterogeneity(capsys: pytest.CaptureFixture[str]) -> None:
         assert line.rpartition(",")[0] in HETEROGENEITY
     (text,) = blocks(HETEROGENEITY, "toml")
     Path("file.toml").write_text(text)
-    devices = ExperimentConfig.read(Path("file.toml")).run.devices
+    devices = ExperimentConfig.read("file.toml").run.devices
     assert (devices.uplink, devices.deadline) == ((20.0, 5.0), 60.0)
 
 
@@ -62,7 +62,7 @@ def test_the_sections_of_files() -> None:
     for page in (CALLBACKS, LOGGING):
         (text,) = blocks(page, "toml")
         Path("file.toml").write_text(text)
-        run = ExperimentConfig.read(Path("file.toml")).run
+        run = ExperimentConfig.read("file.toml").run
         assert (run.patience, run.callbacks, run.log) in [
             (10, ("my_module:report",), ()),
             (None, (), ("tensorboard", "wandb")),

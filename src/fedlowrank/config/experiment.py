@@ -137,7 +137,9 @@ class ExperimentConfig(pydantic.BaseModel):
             raise config_error(error, cls) from error
 
     @classmethod
-    def read(cls, path: Path, overrides: Sequence[str] = (), method: str | None = None) -> ExperimentConfig:
+    def read(
+        cls, path: str | Path, overrides: Sequence[str] = (), method: str | None = None
+    ) -> ExperimentConfig:
         """Read an experiment file.
 
         Args:
@@ -148,7 +150,7 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if it cannot be read, or something in it is wrong.
         """
-        return cls.parse(read_tables(path, overrides), method=method)
+        return cls.parse(read_tables(Path(path), overrides), method=method)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment with nested tables laid over it."""
