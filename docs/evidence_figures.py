@@ -97,14 +97,14 @@ def draw_claims(path: Path) -> None:
             axes.axhline(y + 0.5, color="0.85", lw=0.6, zorder=0)
     axes.invert_yaxis()
     axes.set_xscale("symlog", linthresh=2)
-    ticks = [-50, -10, -3, -1, 0, 1, 3, 10, 50]
+    ticks = [-50, -10, -2, 0, 2, 10, 50]
     axes.set_xticks(ticks, [f"{t:+d}".replace("-", "−") if t else "0" for t in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(y=0.01)
     furthest = max(100 * max(abs(case.found.low), abs(case.found.high)) for _, case in shown)
     axes.set_xlim(-1.4 * furthest, 1.4 * furthest)
-    axes.set_xlabel("points of accuracy, first minus second (linear from −2 to 2, logarithmic beyond)")
-    axes.legend(title="the claim", fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.set_xlabel("points of accuracy, first minus second\n(linear from −2 to 2, logarithmic beyond)")
+    axes.legend(title="the claim", fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     _save(path)
 
 
