@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import sys
@@ -23,6 +24,8 @@ EXPERIMENTS = ROOT / "experiments" / "evidence"
 RESULTS = ROOT / "docs" / "results"
 FIGURES = RESULTS / "evidence"
 VERDICTS = ("holds", "does not hold", "undecided")
+BREAK = "<br>"
+"""Between the lines of a cell."""
 RECOVERY = "Adjusted Rand index of the clients' largest shares against their true clusters, last round:"
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
@@ -287,25 +290,36 @@ def summarize_verdicts(verdicts: Sequence[str]) -> str:
 
 
 def claims_table() -> str:
-    """One row for every claim of the papers."""
-    lines = ["| claim | verdict | ours | their evidence |", "| :--- | :--- | :--- | :--- |"]
+    """A table for each paper, one row for every claim of it."""
     claims = read_claims()
     judged = [judge_claim(claim) for claim in claims]
     every = [case for cases in judged for case in cases]
     corrected = correct_holm([case.found.p for case in every])
     weak = [c for c, p in zip(every, corrected, strict=True) if p >= ALPHA and c.verdict != "undecided"]
-    for claim, cases in zip(claims, judged, strict=True):
-        ours, verdict = claim.get("ours", ""), claim.get("verdict", "")
-        if cases:
-            shown = "; ".join(case.text() + "†" * (case in weak) for case in cases)
-            ours = f"{claim['difference']}: {shown}. {ours}".strip()
-            verdict = f"**{summarize_verdicts([c.verdict for c in cases])}**. {verdict}".strip()
-        link = f"[{claim['paper']}]({claim['page']}): {claim['claim']}"
-        lines.append(_row([link, verdict, ours, claim["theirs"]]))
+    lines: list[str] = []
+    papers = itertools.groupby(zip(claims, judged, strict=True), lambda pair: pair[0]["paper"])
+    for paper, pairs in papers:
+        lines += [
+            f"### {paper}\n",
+            "| claim | verdict | measured here | the paper |",
+            "| :--- | :--- | :--- | :--- |",
+        ]
+        lines += [_claim_row(claim, cases, weak) for claim, cases in pairs]
+        lines.append("")
     return "\n".join(lines) + (
-        f"\n\nThe table has {len(every)} intervals. † {len(weak)} of them leave out 0, but not once "
+        f"\nThe tables have {len(every)} intervals. † {len(weak)} of them leave out 0, but not once "
         "corrected for their number: p by Holm for all of them is 0.05 or more."
     )
+
+
+def _claim_row(claim: dict[str, Any], cases: Sequence[Case], weak: Sequence[Case]) -> str:
+    """A row of the summary; cases that a correction for their number does not leave standing have a mark."""
+    measured, verdict = claim.get("measured", ""), claim.get("verdict", "")
+    if cases:
+        shown = BREAK.join(case.text() + "†" * (case in weak) for case in cases)
+        measured = BREAK.join(filter(None, [f"{claim['difference']}:", shown, measured]))
+        verdict = f"**{summarize_verdicts([c.verdict for c in cases])}**. {verdict}".strip()
+    return _row([f"[{claim['claim']}]({claim['page']})", verdict, measured, claim["reported"]])
 
 
 def write() -> None:

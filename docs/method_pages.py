@@ -35,9 +35,10 @@ KINDS = (
 )
 # Columns of result tables that say how good a method is or what it sends; the others are on the page itself.
 WORTH = re.compile(
-    r"^(uplink|last round|over seeds|accuracy|per client|server|worst client|mnist|CIFAR|bytes a message|MB|n$|seeds)",
-    re.I,
+    r"^(uplink|chosen|test$|minus|accuracy|server|gkr|global|worst client|mnist|bytes a message|MB)", re.I
 )
+SHOWN = 6
+"""Rows of a table that a page shows at most."""
 
 MethodClass = type[Method[Any, Any, Any, Any]]
 
@@ -234,9 +235,10 @@ def _measured(cls: MethodClass) -> str:
         for table in result_tables(page):
             rows = [row for row in table.rows if re.match(rf"{re.escape(cls.title)}(?![\w-])", row[0])]
             kept = [i for i, column in enumerate(table.columns) if i == 0 or WORTH.match(column)]
-            if rows and len(kept) > 1 and table.heading not in seen:
+            results = [i for i in kept if table.columns[i] not in ("method", "uplink")]
+            if rows and results and table.heading not in seen:
                 seen.add(table.heading)
-                shown = [[row[i] for i in kept] for row in rows[:4]]
+                shown = [[row[i] for i in kept] for row in rows[:SHOWN]]
                 heading = f"{table.heading}:\n\n" if table.heading else ""
                 found.append(heading + _table([table.columns[i] for i in kept], shown))
         title = re.search(r"^# (.*)", page.read_text(), re.MULTILINE)
