@@ -259,7 +259,7 @@ class Case(NamedTuple):
 
     def text(self) -> str:
         """The difference with its interval."""
-        return f"{self.label} {_text(self.found, self.scale, self.digits)}"
+        return f"{self.label}: {_text(self.found, self.scale, self.digits)}"
 
 
 def read_claims() -> list[dict[str, Any]]:
