@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 from pathlib import Path
 
 import matplotlib
-from evidence_tables import FIGURES, RESULTS, judge_claim, last_results, read_claims, read_figures
+from evidence_tables import (
+    FIGURES,
+    RESULTS,
+    judge_claim,
+    last_results,
+    list_experiments,
+    list_methods,
+    read_claims,
+    read_figures,
+    title_of,
+    unit_of,
+)
 
 from fedlowrank.report.significance import compare_over_seeds
 
@@ -19,6 +31,13 @@ from matplotlib.ticker import NullLocator
 
 VERDICTS = {"holds": ("tab:blue", "o"), "does not hold": ("tab:red", "s"), "undecided": ("0.35", "D")}
 """Color and marker."""
+SERIES = {
+    None: ("tab:blue", "o"),
+    "server": ("tab:orange", "s"),
+    "global": ("tab:orange", "s"),
+    "gkr": ("tab:green", "^"),
+}
+"""Color and marker of the clients' own models and of further series."""
 
 
 def draw_downlink(name: str, path: Path) -> None:
@@ -72,6 +91,46 @@ def draw_downlink(name: str, path: Path) -> None:
     _save(path)
 
 
+def draw_page(page: str, path: Path) -> None:
+    """Test accuracy of every method with its interval, a panel for each experiment of a page.
+
+    Args:
+        page: name of a page, ``fedhl.md``.
+        path: of the SVG.
+    """
+    names = [name for name in list_experiments(page) if unit_of(name)[0] == 100.0]
+    titles = {name: json.loads((FIGURES / f"{name}.json").read_text())["titles"] for name in names}
+    rows = [names[i : i + 2] for i in range(0, len(names), 2)]
+    heights = [0.9 + 0.2 * max(len(titles[name]) for name in row) for row in rows]
+    _set_style()
+    figure = plt.figure(figsize=(9.6, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
+    for place, name in enumerate(names):
+        _draw_experiment(figure.add_subplot(grid[divmod(place, 2)]), name, titles[name])
+    _save(path)
+
+
+def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
+    """Means over seeds and their 95 % intervals: clients' own models, and further series of a method."""
+    figures, methods = read_figures(name), list_methods(name)
+    for place, series in enumerate([None, *figures.loc[~figures["headline"], "series"].unique()]):
+        results = last_results(figures, series)
+        shown = [m for m in methods if m in results.index.get_level_values("method")]
+        found = [compare_over_seeds(100 * results.loc[m]["test"].to_numpy()) for m in shown]
+        heights = [methods.index(m) + 0.22 * place for m in shown]
+        halves = [(one.high - one.low) / 2 for one in found]
+        means, (color, marker) = [one.mean for one in found], SERIES[series]
+        label, style = series or "test", {"ls": "", "ms": 4, "capsize": 2}
+        axes.errorbar(means, heights, None, halves, color=color, marker=marker, label=label, **style)
+    axes.set_yticks(range(len(methods)), [titles[m] for m in methods], fontsize=7)
+    axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title("\n".join(textwrap.wrap(title_of(name), 62)), fontsize=8)
+    axes.set_xlabel("test accuracy / %", fontsize=7)
+    if len(axes.containers) > 1:
+        axes.legend(fontsize=7)
+
+
 def draw_claims(path: Path) -> None:
     """The difference of every claim about an accuracy with its interval, colored by verdict.
 
@@ -110,8 +169,13 @@ def draw_claims(path: Path) -> None:
 
 def _new_axes(width: float, height: float) -> Axes:
     """Axes of a new figure, width and height in inches."""
-    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
+    _set_style()
     return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def _set_style() -> None:
+    """The same figure becomes the same file."""
+    plt.rcParams.update({"svg.hashsalt": "fedlowrank", "svg.fonttype": "path"})
 
 
 def _save(path: Path) -> None:
@@ -123,5 +187,7 @@ def _save(path: Path) -> None:
 def draw() -> None:
     """Draw all figures whose experiments have been entered."""
     draw_claims(RESULTS / "figures" / "claims.svg")
+    for page in ("pfedlora", "fedslr", "fedhl", "floral"):
+        draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
     if (FIGURES / "fedslr-mnist.csv").exists():
         draw_downlink("fedslr-mnist", RESULTS / "figures" / "fedslr-mnist-downlink.svg")

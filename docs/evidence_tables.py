@@ -79,7 +79,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     figures, experiment = read_figures(name), _read_experiment(name)
     source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
     assert tune is not None, name
-    (scale, digits), costs = _unit(experiment), _costs(figures)
+    (scale, digits), costs = unit_of(name), _costs(figures)
     against = f"minus {source['titles'][baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
@@ -97,7 +97,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         *([f"{unit} to {source['titles'][target]}'s result" for unit in costs] if target else []),
     ]
     lines = [_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
-    for method in dict.fromkeys(figures["method"]):
+    for method in list_methods(name):
         lost = source.get("diverged", {}).get(method)
         cells = [
             source["titles"][method] + (f" ({lost} seed diverged)" if lost else ""),
@@ -162,6 +162,7 @@ def truncation_table(name: str, method: str) -> str:
 def recovery_table(name: str) -> str:
     """Adjusted Rand index of every run whose method has shares of clusters as Markdown."""
     rows = pd.read_csv(FIGURES / f"{name}-recovery.csv").pivot(index="method", columns="seed", values="index")
+    rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
     titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
     lines = [
         _row(["seed", *map(str, rows.columns), "mean"]),
@@ -178,9 +179,34 @@ def _read_experiment(name: str) -> ExperimentConfig:
     return ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
 
 
-def _unit(experiment: ExperimentConfig) -> tuple[float, int]:
-    """Factor and digits of its results in a table: of losses as they are, of accuracies in percent."""
-    is_loss = experiment.data.to_dict(False)["source"].startswith("synthetic_")
+def read_settings() -> dict[str, dict[str, str]]:
+    """What ``evidence.toml`` says of every experiment."""
+    settings: dict[str, dict[str, str]] = tomllib.loads((RESULTS / "evidence.toml").read_text())[
+        "experiments"
+    ]
+    return settings
+
+
+def list_experiments(page: str) -> list[str]:
+    """Those of a page whose figures have been entered."""
+    own = (name for name, found in read_settings().items() if found["page"] == page)
+    return [name for name in own if (FIGURES / f"{name}.csv").exists()]
+
+
+def list_methods(name: str) -> list[str]:
+    """Methods of an experiment that have figures, in the order of its file."""
+    there = set(read_figures(name)["method"])
+    return [method for method in _read_experiment(name).compared_methods if method in there]
+
+
+def title_of(name: str) -> str:
+    """The title of an experiment."""
+    return _read_experiment(name).title
+
+
+def unit_of(name: str) -> tuple[float, int]:
+    """Factor and digits of an experiment's results in a table: of losses as they are, of accuracies in percent."""
+    is_loss = _read_experiment(name).data.to_dict(False)["source"].startswith("synthetic_")
     return (1.0, 4) if is_loss else (100.0, 1)
 
 
@@ -276,7 +302,7 @@ def judge_claim(claim: dict[str, Any]) -> list[Case]:
 def _judge_case(case: dict[str, str]) -> Case:
     name = case["experiment"]
     found = difference(read_figures(name), case["method"], case["against"], case.get("series"))
-    scale, digits = _unit(_read_experiment(name))
+    scale, digits = unit_of(name)
     return Case(case["label"], found, scale, digits, judge(found.low, found.high, case["expected"]))
 
 
@@ -324,8 +350,7 @@ def _claim_row(claim: dict[str, Any], cases: Sequence[Case], weak: Sequence[Case
 
 def write() -> None:
     """Replace the tables of all pages."""
-    settings = tomllib.loads((RESULTS / "evidence.toml").read_text())
-    for name, found in settings["experiments"].items():
+    for name, found in read_settings().items():
         if (FIGURES / f"{name}.csv").exists():
             text = table(name, found["baseline"], found.get("target"))
             if "truncation" in found:
