@@ -51,10 +51,13 @@ def run(name: str, jobs: int) -> None:
     out = RUNS / name
     out.mkdir(parents=True, exist_ok=True)
     source = out / "source.json"
+    described = _describe_source()
     if source.exists():
-        _check_commit(json.loads(source.read_text())["commit"], out)
-    else:
-        source.write_text(json.dumps(_describe_source(), indent=1))
+        begun = json.loads(source.read_text())
+        _check_commit(begun["commit"], out)
+        # the same code; the experiment's file may have grown
+        described = begun | {"commit": described["commit"]}
+    source.write_text(json.dumps(described, indent=1))
     command = [sys.executable, "-m", "fedlowrank.cli.main", "tune", f"experiments/evidence/{name}.toml"]
     subprocess.run([*command, "--jobs", str(jobs), "-o", str(out)], check=True, cwd=ROOT)
     enter(name)
