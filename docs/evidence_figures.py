@@ -131,15 +131,17 @@ def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
         axes.legend(fontsize=7)
 
 
-def draw_claims(path: Path) -> None:
-    """The difference of every claim about an accuracy with its interval, colored by verdict.
+def draw_claims(paper: str, path: Path) -> None:
+    """The difference of every claim of a paper about an accuracy with its interval, colored by verdict.
 
     Args:
+        paper: the paper's method.
         path: of the SVG.
     """
-    judged = [(claim, case) for claim in read_claims() for case in judge_claim(claim)]
+    claims = [claim for claim in read_claims() if claim["paper"] == paper]
+    judged = [(claim, case) for claim in claims for case in judge_claim(claim)]
     shown = [(claim, case) for claim, case in judged if case.scale == 100.0]
-    axes = _new_axes(8.4, 0.8 + 0.17 * len(shown))
+    axes = _new_axes(8.4, 1.2 + 0.17 * len(shown))
     for verdict, (color, marker) in VERDICTS.items():
         rows = [(y, case) for y, (_, case) in enumerate(shown) if case.verdict == verdict]
         means = [100 * case.found.mean for _, case in rows]
@@ -149,17 +151,16 @@ def draw_claims(path: Path) -> None:
             means, places, None, halves, ls="", marker=marker, ms=4, capsize=2, color=color, label=verdict
         )
     axes.axvline(0, color="0.6", lw=0.8, zorder=0)
-    names = [f"{claim['difference']}: {case.label}" for claim, case in shown]
+    names = [f"{claim['difference']}: {case.label}".replace("minus: ", "minus ") for claim, case in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=7)
     for y, ((above, _), (below, _)) in enumerate(itertools.pairwise(shown)):
         if above is not below:
             axes.axhline(y + 0.5, color="0.85", lw=0.6, zorder=0)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xscale("symlog", linthresh=2)
     ticks = [-50, -10, -2, 0, 2, 10, 50]
     axes.set_xticks(ticks, [f"{t:+d}".replace("-", "−") if t else "0" for t in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.margins(y=0.01)
     furthest = max(100 * max(abs(case.found.low), abs(case.found.high)) for _, case in shown)
     axes.set_xlim(-1.4 * furthest, 1.4 * furthest)
     axes.set_xlabel("points of accuracy, first minus second\n(linear from −2 to 2, logarithmic beyond)")
@@ -186,8 +187,9 @@ def _save(path: Path) -> None:
 
 def draw() -> None:
     """Draw all figures whose experiments have been entered."""
-    draw_claims(RESULTS / "figures" / "claims.svg")
-    for page in ("pfedlora", "fedslr", "fedhl", "floral"):
+    for paper in ("pFedLoRA", "FedSLR", "FedHL", "FLoRAL"):
+        page = paper.lower()
+        draw_claims(paper, RESULTS / "figures" / f"{page}-claims.svg")
         draw_page(f"{page}.md", RESULTS / "figures" / f"{page}-accuracy.svg")
     if (FIGURES / "fedslr-mnist.csv").exists():
         draw_downlink("fedslr-mnist", RESULTS / "figures" / "fedslr-mnist-downlink.svg")

@@ -331,7 +331,8 @@ def claims_table() -> str:
             "| :--- | :--- | :--- | :--- |",
         ]
         lines += [_claim_row(claim, cases, weak) for claim, cases in pairs]
-        lines.append("")
+        about = f"{paper}: differences behind the verdicts, with their 95 % intervals"
+        lines.append(f"\n![{about}](figures/{paper.lower()}-claims.svg)\n")
     return "\n".join(lines) + (
         f"\nThe tables have {len(every)} intervals. † {len(weak)} of them leave out 0, but not once "
         "corrected for their number: p by Holm for all of them is 0.05 or more."
