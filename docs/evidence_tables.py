@@ -100,7 +100,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     for method in list_methods(name):
         lost = source.get("diverged", {}).get(method)
         cells = [
-            source["titles"][method] + (f" ({lost} seed diverged)" if lost else ""),
+            source["titles"][method] + (f" ({lost} seed{'s' * (lost > 1)} diverged)" if lost else ""),
             chosen.get(method, ""),
         ]
         for one in series:
