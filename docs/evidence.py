@@ -26,8 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from evidence_claims import claims_table
 from evidence_figures import draw
-from evidence_tables import EXPERIMENTS, FIGURES, ROOT, read_figures, read_tried, write
+from evidence_tables import (
+    EXPERIMENTS,
+    FIGURES,
+    RECOVERY,
+    RESULTS,
+    ROOT,
+    TRUNCATION,
+    paste,
+    read_figures,
+    read_settings,
+    read_tried,
+    recovery_table,
+    table,
+    truncation_table,
+)
 
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
@@ -94,10 +109,10 @@ def enter(name: str) -> None:
     tests, diverged = _test_folders(RUNS / name)
     results = _read_runs(tests)
     tables = {"": results, "-truncation": observe_truncation(tests), "-recovery": observe_recovery(tests)}
-    for ending, table in tables.items():
-        if len(table):
+    for ending, figures in tables.items():
+        if len(figures):
             path = FIGURES / f"{name}{ending}.csv"
-            table.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+            figures.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
     tuning = (RUNS / name / "tuning.csv").read_text()
     (FIGURES / f"{name}-tuning.csv").write_text(tuning)
     stored = json.loads((tests[0] / "run.json").read_text())
@@ -239,6 +254,20 @@ def compare_figures(committed: pd.DataFrame, again: pd.DataFrame) -> pd.DataFram
     return found.join(groups["largest"].max()).reset_index()
 
 
+def write() -> None:
+    """Replace the tables of all pages, and draw the figures."""
+    for name, found in read_settings().items():
+        if (FIGURES / f"{name}.csv").exists():
+            text = table(name, found["baseline"], found.get("target"))
+            if "truncation" in found:
+                text += f"\n\n{TRUNCATION}\n\n{truncation_table(name, found['truncation'])}"
+            if (FIGURES / f"{name}-recovery.csv").exists():
+                text += f"\n\n{RECOVERY}\n\n{recovery_table(name)}"
+            paste(RESULTS / found["page"], name, text)
+    paste(RESULTS / "index.md", "claims", claims_table())
+    draw()
+
+
 def main() -> None:
     """Run, enter, write or repeat."""
     parser = argparse.ArgumentParser(
@@ -261,7 +290,6 @@ def main() -> None:
         run(name, given.jobs) if given.command == "run" else enter(name)
     if given.command == "write":
         write()
-        draw()
 
 
 if __name__ == "__main__":

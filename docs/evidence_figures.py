@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import textwrap
 from pathlib import Path
 
 import matplotlib
+from evidence_claims import Case, judge_claims
 from evidence_tables import (
     FIGURES,
     RESULTS,
-    judge_claim,
     last_results,
     list_experiments,
     list_methods,
-    read_claims,
+    list_seeds,
     read_figures,
     title_of,
     unit_of,
@@ -37,7 +36,8 @@ SERIES = {
     "global": ("tab:orange", "s"),
     "gkr": ("tab:green", "^"),
 }
-"""Color and marker of the clients' own models and of further series."""
+"""Color and marker of the models that clients use and of further series."""
+SERIES_NAMES = {None: "clients' models", "server": "server's model", "global": "global model", "gkr": "GKR"}
 
 
 def draw_downlink(name: str, path: Path) -> None:
@@ -120,12 +120,14 @@ def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
         heights = [methods.index(m) + 0.22 * place for m in shown]
         halves = [(one.high - one.low) / 2 for one in found]
         means, (color, marker) = [one.mean for one in found], SERIES[series]
-        label, style = series or "test", {"ls": "", "ms": 4, "capsize": 2}
+        label, style = SERIES_NAMES.get(series, series), {"ls": "", "ms": 4, "capsize": 2}
         axes.errorbar(means, heights, None, halves, color=color, marker=marker, label=label, **style)
-    axes.set_yticks(range(len(methods)), [titles[m] for m in methods], fontsize=7)
+    kept = {m: last_results(figures, None).loc[m]["test"].count() for m in methods}
+    marks = {m: f", n = {n}" if n < len(list_seeds(name)) else "" for m, n in kept.items()}
+    axes.set_yticks(range(len(methods)), [titles[m] + marks[m] for m in methods], fontsize=7)
     axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_title("\n".join(textwrap.wrap(title_of(name), 62)), fontsize=8)
+    axes.set_title("\n".join(textwrap.wrap(f"{name}: {title_of(name)}", 50)), fontsize=8)
     axes.set_xlabel("test accuracy / %", fontsize=7)
     if len(axes.containers) > 1:
         axes.legend(fontsize=7)
@@ -138,34 +140,57 @@ def draw_claims(paper: str, path: Path) -> None:
         paper: the paper's method.
         path: of the SVG.
     """
-    claims = [claim for claim in read_claims() if claim["paper"] == paper]
-    judged = [(claim, case) for claim in claims for case in judge_claim(claim)]
-    shown = [(claim, case) for claim, case in judged if case.scale == 100.0]
-    axes = _new_axes(8.4, 1.2 + 0.17 * len(shown))
+    rows = _claim_rows(paper)
+    axes = _new_axes(8.4, 1.2 + 0.17 * len(rows))
     for verdict, (color, marker) in VERDICTS.items():
-        rows = [(y, case) for y, (_, case) in enumerate(shown) if case.verdict == verdict]
-        means = [100 * case.found.mean for _, case in rows]
-        halves = [50 * (case.found.high - case.found.low) for _, case in rows]
-        places = [y for y, _ in rows]
-        axes.errorbar(
-            means, places, None, halves, ls="", marker=marker, ms=4, capsize=2, color=color, label=verdict
-        )
+        for stands in (True, False):
+            found = [(y, case) for y, (_, case) in enumerate(rows) if case and case.verdict == verdict]
+            shown = [(y, case) for y, case in found if (case.stands or verdict == "undecided") == stands]
+            means = [100 * case.found.mean for _, case in shown]
+            halves = [50 * (case.found.high - case.found.low) for _, case in shown]
+            style = {"ls": "", "marker": marker, "ms": 4, "capsize": 2, "color": color}
+            label = verdict if stands else None
+            filled = color if stands else "white"
+            axes.errorbar(means, [y for y, _ in shown], None, halves, label=label, mfc=filled, **style)
     axes.axvline(0, color="0.6", lw=0.8, zorder=0)
-    names = [f"{claim['difference']}: {case.label}".replace("minus: ", "minus ") for claim, case in shown]
-    axes.set_yticks(range(len(shown)), names, fontsize=7)
-    for y, ((above, _), (below, _)) in enumerate(itertools.pairwise(shown)):
-        if above is not below:
-            axes.axhline(y + 0.5, color="0.85", lw=0.6, zorder=0)
-    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_yticks([y for y, (_, case) in enumerate(rows) if case], [t for t, c in rows if c], fontsize=7)
+    for y, (text, case) in enumerate(rows):
+        if not case:
+            place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7}
+            axes.text(0.01, y, text, fontweight="bold", **place)
+            if y and rows[y - 1][1]:
+                axes.axhline(y - 0.5, color="0.85", lw=0.6, zorder=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("symlog", linthresh=2)
-    ticks = [-50, -10, -2, 0, 2, 10, 50]
-    axes.set_xticks(ticks, [f"{t:+d}".replace("-", "−") if t else "0" for t in ticks])
+    found = [case.found for _, case in rows if case]
+    furthest = 140 * max(max(abs(one.low), abs(one.high)) for one in found)
+    ticks = [sign * size for sign in (-1, 1) for size in (1, 2, 5, 10, 20, 50) if size < furthest]
+    axes.set_xticks([0, *ticks], [f"{t}".replace("-", "−") for t in [0, *ticks]], fontsize=7)
+    axes.grid(axis="x", color="0.93", lw=0.6)
+    axes.set_axisbelow(True)
     axes.xaxis.set_minor_locator(NullLocator())
-    furthest = max(100 * max(abs(case.found.low), abs(case.found.high)) for _, case in shown)
-    axes.set_xlim(-1.4 * furthest, 1.4 * furthest)
-    axes.set_xlabel("points of accuracy, first minus second\n(linear from −2 to 2, logarithmic beyond)")
-    axes.legend(title="the claim", fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axes.set_xlim(-furthest, furthest)
+    axes.set_xlabel(
+        "points of accuracy, first minus second (linear from −2 to 2, logarithmic beyond)", fontsize=8
+    )
+    legend = "the claim (hollow: its interval does not stand once corrected for the number of all)"
+    axes.legend(
+        title=legend, title_fontsize=8, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.3, 1.0)
+    )
     _save(path)
+
+
+def _claim_rows(paper: str) -> list[tuple[str, Case | None]]:
+    """Lines of a figure from above: a claim, over two lines if it is long, and then its comparisons."""
+    rows: list[tuple[str, Case | None]] = []
+    for claim, cases in judge_claims():
+        shown = [case for case in cases if case.scale == 100.0]
+        if claim["paper"] == paper and shown:
+            sign = " Claimed: below 0." if claim["expected"] == "-" else ""
+            rows += [(line, None) for line in textwrap.wrap(claim["claim"] + sign, 68)]
+            label = f"{claim['difference']}: ".replace("minus: ", "minus ")
+            rows += [(label + case.label, case) for case in shown]
+    return rows
 
 
 def _new_axes(width: float, height: float) -> Axes:

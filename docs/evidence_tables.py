@@ -1,9 +1,8 @@
-"""Tables of the evidence experiments and of the claims, from the committed figures; see ``evidence.py``."""
+"""Tables of the evidence experiments, from the committed figures; see ``evidence.py``."""
 
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import re
 import sys
@@ -11,21 +10,17 @@ import tomllib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pandas as pd
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.report.formats import format_signed
-from fedlowrank.report.significance import ALPHA, Difference, compare_over_seeds, correct_holm
+from fedlowrank.report.significance import Difference, compare_over_seeds
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments" / "evidence"
 RESULTS = ROOT / "docs" / "results"
 FIGURES = RESULTS / "evidence"
-VERDICTS = ("holds", "does not hold", "undecided")
-BREAK = "<br>"
-"""Between the lines of a cell."""
 RECOVERY = "Adjusted Rand index of the clients' largest shares against their true clusters, last round:"
 TRUNCATION = "Relative truncation error r̂ and weight p of a client of each rank, FedHL, last round:"
 
@@ -96,7 +91,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         "MB down",
         *([f"{unit} to {source['titles'][target]}'s result" for unit in costs] if target else []),
     ]
-    lines = [_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
+    lines = [table_row(heads), "| :--- | :--- |" + " ---: |" * (len(heads) - 2)]
     for method in list_methods(name):
         lost = source.get("diverged", {}).get(method)
         cells = [
@@ -108,23 +103,29 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
             there = method in results.index.get_level_values("method")
             cells.append(_mean(results.loc[method]["test"] * scale, digits) if there else "")
             compared = there and method != baseline
-            cells.append(_text(difference(figures, method, baseline, one), scale, digits) if compared else "")
+            cells.append(
+                format_difference(difference(figures, method, baseline, one), scale, digits)
+                if compared
+                else ""
+            )
         rows = last_results(figures, None).loc[method]
         cells.append(_mean(rows["worst"] * scale, digits))
         cells.append(format_signed(f"{_rise(figures, method, tune.series) * scale:+.{digits}f}"))
         cells += [f"{rows[column].mean() / 1e6:.2f}" for column in ("bytes_up", "bytes_down")]
         cells += [_cost_to(figures, method, target, cost) for cost in costs.values()] if target else []
-        lines.append(_row(cells))
+        lines.append(table_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
         f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
         f"settings chosen on {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. Commit {source['commit']}, "
         f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
-        f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`."
+        f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`; one row again: "
+        f"`python docs/evidence.py repeat {name} METHOD`, METHOD one of {', '.join(list_methods(name))}."
     )
 
 
-def _row(cells: Sequence[str]) -> str:
+def table_row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
@@ -153,9 +154,9 @@ def truncation_table(name: str, method: str) -> str:
         .mean()
         .sort_index(ascending=False)
     )
-    lines = [_row(["rank", *map(str, means.index)]), "| :--- |" + " ---: |" * len(means)]
-    lines.append(_row(["r̂", *(f"{value:.3f}" for value in means["truncation"])]))
-    lines.append(_row(["p", *(f"{value:.3f}" for value in means["weight"])]))
+    lines = [table_row(["rank", *map(str, means.index)]), "| :--- |" + " ---: |" * len(means)]
+    lines.append(table_row(["r̂", *(f"{value:.3f}" for value in means["truncation"])]))
+    lines.append(table_row(["p", *(f"{value:.3f}" for value in means["weight"])]))
     return "\n".join(lines)
 
 
@@ -165,12 +166,12 @@ def recovery_table(name: str) -> str:
     rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
     titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
     lines = [
-        _row(["seed", *map(str, rows.columns), "mean"]),
+        table_row(["seed", *map(str, rows.columns), "mean"]),
         "| :--- |" + " ---: |" * (len(rows.columns) + 1),
     ]
     for method, row in rows.iterrows():
         cells = ["diverged" if pd.isna(value) else f"{value:.2f}" for value in row]
-        lines.append(_row([titles[method], *cells, f"{row.mean():.2f}"]))
+        lines.append(table_row([titles[method], *cells, f"{row.mean():.2f}"]))
     return "\n".join(lines)
 
 
@@ -188,8 +189,10 @@ def read_settings() -> dict[str, dict[str, str]]:
 
 
 def list_experiments(page: str) -> list[str]:
-    """Those of a page whose figures have been entered."""
-    own = (name for name, found in read_settings().items() if found["page"] == page)
+    """Those of a page whose figures have been entered, in its order."""
+    own = [name for name, found in read_settings().items() if found["page"] == page]
+    text = (RESULTS / page).read_text()
+    own.sort(key=lambda name: text.find(f"<!-- evidence {name} -->"))
     return [name for name in own if (FIGURES / f"{name}.csv").exists()]
 
 
@@ -197,6 +200,13 @@ def list_methods(name: str) -> list[str]:
     """Methods of an experiment that have figures, in the order of its file."""
     there = set(read_figures(name)["method"])
     return [method for method in _read_experiment(name).compared_methods if method in there]
+
+
+def list_seeds(name: str) -> list[int]:
+    """Test seeds of an experiment, those that diverged included."""
+    tune = _read_experiment(name).tune
+    assert tune is not None, name
+    return list(tune.test_seeds)
 
 
 def title_of(name: str) -> str:
@@ -250,116 +260,10 @@ def _mean(values: pd.Series, digits: int) -> str:
     return f"{found.mean:.{digits}f}{half}"
 
 
-def _text(found: Difference, scale: float, digits: int) -> str:
+def format_difference(found: Difference, scale: float, digits: int) -> str:
     """A difference with its interval; an end that rounds to zero keeps its sign, which a verdict may rest on."""
     mean = format_signed(f"{found.mean * scale:+.{digits}f}")
     return f"{mean} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]".replace("-", "−")
-
-
-# Claims
-
-
-def judge(low: float, high: float, expected: str) -> str:
-    """Whether an interval of a difference shows what a claim expects.
-
-    Args:
-        low: of the 95 % interval.
-        high: of the 95 % interval.
-        expected: the sign of the difference by the claim, ``+`` or ``-``.
-    """
-    if expected == "-":
-        low, high = -high, -low
-    if low > 0:
-        return "holds"
-    return "does not hold" if high < 0 else "undecided"
-
-
-class Case(NamedTuple):
-    """One comparison that a claim is about, and what the figures say about it."""
-
-    label: str
-    found: Difference  # method minus the other
-    scale: float  # to the unit of a table
-    digits: int
-    verdict: str
-
-    def text(self) -> str:
-        """The difference with its interval."""
-        return f"{self.label}: {_text(self.found, self.scale, self.digits)}"
-
-
-def read_claims() -> list[dict[str, Any]]:
-    """The claims of the papers, in the order of the summary."""
-    claims: list[dict[str, Any]] = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
-    return claims
-
-
-def judge_claim(claim: dict[str, Any]) -> list[Case]:
-    """The comparisons of a claim with their verdicts; none if it rests on text alone."""
-    return [_judge_case(claim | case) for case in claim.get("cases", ())]
-
-
-def _judge_case(case: dict[str, str]) -> Case:
-    name = case["experiment"]
-    found = difference(read_figures(name), case["method"], case["against"], case.get("series"))
-    scale, digits = unit_of(name)
-    return Case(case["label"], found, scale, digits, judge(found.low, found.high, case["expected"]))
-
-
-def summarize_verdicts(verdicts: Sequence[str]) -> str:
-    """One verdict where all agree, else how many there are of each."""
-    counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS if verdict in verdicts}
-    if len(counts) == 1:
-        where = {1: "", 2: " in both"}.get(len(verdicts), f" in all {len(verdicts)}")
-        return next(iter(counts)) + where
-    return ", ".join(f"{verdict} in {count} of {len(verdicts)}" for verdict, count in counts.items())
-
-
-def claims_table() -> str:
-    """A table for each paper, one row for every claim of it."""
-    claims = read_claims()
-    judged = [judge_claim(claim) for claim in claims]
-    every = [case for cases in judged for case in cases]
-    corrected = correct_holm([case.found.p for case in every])
-    weak = [c for c, p in zip(every, corrected, strict=True) if p >= ALPHA and c.verdict != "undecided"]
-    lines: list[str] = []
-    papers = itertools.groupby(zip(claims, judged, strict=True), lambda pair: pair[0]["paper"])
-    for paper, pairs in papers:
-        lines += [
-            f"### {paper}\n",
-            "| claim | verdict | measured here | the paper |",
-            "| :--- | :--- | :--- | :--- |",
-        ]
-        lines += [_claim_row(claim, cases, weak) for claim, cases in pairs]
-        about = f"{paper}: differences behind the verdicts, with their 95 % intervals"
-        lines.append(f"\n![{about}](figures/{paper.lower()}-claims.svg)\n")
-    return "\n".join(lines) + (
-        f"\nThe tables have {len(every)} intervals. † {len(weak)} of them leave out 0, but not once "
-        "corrected for their number: p by Holm for all of them is 0.05 or more."
-    )
-
-
-def _claim_row(claim: dict[str, Any], cases: Sequence[Case], weak: Sequence[Case]) -> str:
-    """A row of the summary; cases that a correction for their number does not leave standing have a mark."""
-    measured, verdict = claim.get("measured", ""), claim.get("verdict", "")
-    if cases:
-        shown = BREAK.join(case.text() + "†" * (case in weak) for case in cases)
-        measured = BREAK.join(filter(None, [f"{claim['difference']}:", shown, measured]))
-        verdict = f"**{summarize_verdicts([c.verdict for c in cases])}**. {verdict}".strip()
-    return _row([f"[{claim['claim']}]({claim['page']})", verdict, measured, claim["reported"]])
-
-
-def write() -> None:
-    """Replace the tables of all pages."""
-    for name, found in read_settings().items():
-        if (FIGURES / f"{name}.csv").exists():
-            text = table(name, found["baseline"], found.get("target"))
-            if "truncation" in found:
-                text += f"\n\n{TRUNCATION}\n\n{truncation_table(name, found['truncation'])}"
-            if (FIGURES / f"{name}-recovery.csv").exists():
-                text += f"\n\n{RECOVERY}\n\n{recovery_table(name)}"
-            paste(RESULTS / found["page"], name, text)
-    paste(RESULTS / "index.md", "claims", claims_table())
 
 
 def paste(page: Path, name: str, text: str) -> None:

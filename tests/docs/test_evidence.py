@@ -31,7 +31,7 @@ def load(name: str) -> Any:
         sys.path.pop(0)
 
 
-evidence, tables = load("evidence"), load("evidence_tables")
+evidence, tables, claims = (load(name) for name in ("evidence", "evidence_tables", "evidence_claims"))
 RESULTS = ROOT / "docs" / "results"
 SETTINGS = tomllib.loads((RESULTS / "evidence.toml").read_text())
 ENTERED = sorted(path.stem.removesuffix("-tuning") for path in (RESULTS / "evidence").glob("*-tuning.csv"))
@@ -121,7 +121,7 @@ def test_bytes_are_counted_until_the_target_is_reached() -> None:
     ],
 )
 def test_a_verdict_is_that_of_the_interval(low: float, high: float, sign: str, verdict: str) -> None:
-    assert tables.judge(low, high, sign) == verdict
+    assert claims.judge(low, high, sign) == verdict
 
 
 def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
 
 
 def test_the_summary_shows_the_claims() -> None:
-    assert tables.claims_table() in (RESULTS / "index.md").read_text()
+    assert claims.claims_table() in (RESULTS / "index.md").read_text()
 
 
 def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
@@ -195,10 +195,11 @@ def test_a_claims_interval_is_the_textbooks(claim: dict[str, Any], case: dict[st
     differences = np.array([a[seed] - b[seed] for seed in seeds])
     half = stats.t.ppf(0.975, len(seeds) - 1) * differences.std(ddof=1) / len(seeds) ** 0.5
     low, high = differences.mean() - half, differences.mean() + half
-    line = next(line for line in (RESULTS / "index.md").read_text().splitlines() if claim["claim"] in line)
+    lines = [line for line in (RESULTS / "index.md").read_text().splitlines() if claim["claim"] in line]
+    assert len(lines) == 2
     is_loss = case["experiment"] == "floral-synthetic"
     scale, digits = (1, 4) if is_loss else (100, 1)
-    assert f"[{low * scale:+.{digits}f}, {high * scale:+.{digits}f}]".replace("-", "−") in line
+    assert f"[{low * scale:+.{digits}f}, {high * scale:+.{digits}f}]".replace("-", "−") in lines[1]
 
 
 def intervals(name: str) -> set[str]:
@@ -225,11 +226,44 @@ def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str)
 
 
 def test_verdicts_are_counted() -> None:
-    assert tables.summarize_verdicts(["holds"]) == "holds"
-    assert tables.summarize_verdicts(["holds"] * 2) == "holds in both"
-    assert tables.summarize_verdicts(["holds"] * 3) == "holds in all 3"
+    assert claims.summarize_verdicts(["holds"]) == "holds"
+    assert claims.summarize_verdicts(["holds"] * 2) == "holds in both"
+    assert claims.summarize_verdicts(["holds"] * 3) == "holds in all 3"
     some = ["undecided", "holds", "does not hold", "holds"]
-    assert tables.summarize_verdicts(some) == "holds in 2 of 4, does not hold in 1 of 4, undecided in 1 of 4"
+    assert claims.summarize_verdicts(some) == "holds in 2 of 4, does not hold in 1 of 4, undecided in 1 of 4"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "each", "every", "one"),
+    [
+        ("++", "holds", "holds", "holds"),
+        ("+?", "holds in part", "undecided", "holds"),
+        ("+-?", "mixed", "does not hold", "holds"),
+        ("-?", "not shown", "does not hold", "not shown"),
+        ("??", "undecided", "undecided", "undecided"),
+        ("-", "does not hold", "does not hold", "does not hold"),
+    ],
+)
+def test_a_claim_of_all_is_refuted_by_one_and_a_possibility_is_shown_by_one(
+    verdicts: str, each: str, every: str, one: str
+) -> None:
+    names = {"+": "holds", "-": "does not hold", "?": "undecided"}
+    found = [names[sign] for sign in verdicts]
+    assert [claims.judge_together(found, asks) for asks in ("each", "every", "one")] == [each, every, one]
+
+
+def test_an_interval_of_two_claims_counts_once_in_the_correction() -> None:
+    judged = claims.judge_claims()
+    keys = {case.key: case for _, cases in judged for case in cases}
+    assert len(keys) < sum(len(cases) for _, cases in judged)
+    # Holm by hand: the k-th smallest of n p-values stands if it and all before it are below 0.05 / (n - k)
+    standing = 0
+    for k, p in enumerate(sorted(case.found.p for case in keys.values())):
+        if p >= 0.05 / (len(keys) - k):
+            break
+        standing += 1
+    assert standing == sum(case.stands for case in keys.values()) > 0
+    assert f"† {len(keys)} different intervals" in (RESULTS / "index.md").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
