@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from evidence_claims import claims_table
 from evidence_figures import draw
 from evidence_tables import (
@@ -89,11 +90,12 @@ def _check_commit(begun: str, out: Path) -> None:
 
 
 def _describe_source() -> dict[str, Any]:
-    """Commit, machine and versions."""
+    """Commit and machine, with its vector instructions, by which results round."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "machine": f"{model[1] if model else platform.processor()}, {os.cpu_count()} cores, no GPU",
+        "machine": f"{model[1] if model else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{os.cpu_count()} cores, no GPU",
     }
 
 
