@@ -120,7 +120,7 @@ def summarize_verdicts(verdicts: Sequence[str]) -> str:
 def claims_table() -> str:
     """A line for every claim, and then a table for each paper with all comparisons."""
     judged = judge_claims()
-    lines = [table_row(["paper", "claim", "verdict", *VERDICTS, "of all, stand †"])]
+    lines = [table_row(["paper", "claim", "verdict", *VERDICTS, "clear after Holm"])]
     lines.append("| :--- | :--- | :--- |" + " ---: |" * 4)
     lines += [_short_row(claim, cases) for claim, cases in judged]
     lines += ["", _count_those_that_stand(judged)]
@@ -146,7 +146,7 @@ def _count_those_that_stand(judged: Judged) -> str:
         for paper, found in itertools.groupby(papers.values(), lambda paper: paper)
     ]
     return (
-        f"† {len(every)} different intervals stand behind these rows. {len(clear)} leave out 0, and {len(papers)} of "
+        f"{len(every)} different intervals stand behind these rows. {len(clear)} leave out 0, and {len(papers)} of "
         f"them do so once corrected for the number of all (p by Holm below 0.05): {', '.join(by_paper)}. In the tables "
         "below † marks the others; n is the number of seeds where some diverged."
     )
