@@ -107,6 +107,9 @@ def draw_page(page: str, path: Path) -> None:
     grid = figure.add_gridspec(len(rows), 2, height_ratios=heights)
     for place, name in enumerate(names):
         _draw_experiment(figure.add_subplot(grid[divmod(place, 2)]), name, titles[name])
+    drawn = {bar.get_label(): bar for axes in figure.axes for bar in axes.containers}
+    if len(drawn) > 1:
+        figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=len(drawn), fontsize=8)
     _save(path)
 
 
@@ -129,8 +132,6 @@ def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title("\n".join(textwrap.wrap(f"{name}: {title_of(name)}", 50)), fontsize=8)
     axes.set_xlabel("test accuracy / %", fontsize=7)
-    if len(axes.containers) > 1:
-        axes.legend(fontsize=7)
 
 
 def draw_claims(paper: str, path: Path) -> None:
