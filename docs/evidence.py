@@ -123,6 +123,8 @@ def enter(name: str) -> None:
     made = ExperimentConfig.read(EXPERIMENTS / f"{name}.toml")
     source["titles"] = {method: made.method_title(method) for method in sorted(set(results["method"]))}
     (FIGURES / f"{name}.json").write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n")
+    if name not in read_settings():
+        print(f"{name} is not in {RESULTS / 'evidence.toml'}: `write` will show it on no page until it is")
 
 
 def _read_runs(folders: Sequence[Path]) -> pd.DataFrame:
