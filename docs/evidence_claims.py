@@ -6,6 +6,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from evidence_tables import (
@@ -39,16 +40,22 @@ class Case(NamedTuple):
     """Whether the interval leaves out 0 once corrected for the number of all."""
 
     @property
+    def is_weak(self) -> bool:
+        """Whether the interval leaves out 0 by itself alone."""
+        return self.verdict != "undecided" and not self.stands
+
+    @property
     def text(self) -> str:
         """The difference with its interval, and the number of seeds where some diverged."""
         fewer = f", n = {self.found.n}" if self.found.n < self.seeds else ""
-        mark = "" if self.stands or self.verdict == "undecided" else "†"
+        mark = "†" if self.is_weak else ""
         return f"{self.label}: {format_difference(self.found, self.scale, self.digits)}{mark}{fewer}"
 
 
 Judged = list[tuple[dict[str, Any], list[Case]]]
 
 
+@cache
 def judge_claims() -> Judged:
     """The claims of ``evidence.toml`` with their comparisons; none where a claim rests on text alone."""
     claims = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]

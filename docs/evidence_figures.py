@@ -31,13 +31,12 @@ from matplotlib.ticker import NullLocator
 VERDICTS = {"holds": ("tab:blue", "o"), "does not hold": ("tab:red", "s"), "undecided": ("0.35", "D")}
 """Color and marker."""
 SERIES = {
-    None: ("tab:blue", "o"),
-    "server": ("tab:orange", "s"),
-    "global": ("tab:orange", "s"),
-    "gkr": ("tab:green", "^"),
+    None: ("clients' models", "tab:blue", "o"),
+    "server": ("server's model", "tab:orange", "s"),
+    "global": ("global model", "tab:orange", "s"),
+    "gkr": ("GKR", "tab:green", "^"),
 }
-"""Color and marker of the models that clients use and of further series."""
-SERIES_NAMES = {None: "clients' models", "server": "server's model", "global": "global model", "gkr": "GKR"}
+"""Name, color and marker of the models that clients use and of further series."""
 
 
 def draw_downlink(name: str, path: Path) -> None:
@@ -122,12 +121,12 @@ def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
         found = [compare_over_seeds(100 * results.loc[m]["test"].to_numpy()) for m in shown]
         heights = [methods.index(m) + 0.22 * place for m in shown]
         halves = [(one.high - one.low) / 2 for one in found]
-        means, (color, marker) = [one.mean for one in found], SERIES[series]
-        label, style = SERIES_NAMES.get(series, series), {"ls": "", "ms": 4, "capsize": 2}
+        means, (label, color, marker) = [one.mean for one in found], SERIES[series]
+        style = {"ls": "", "ms": 4, "capsize": 2}
         axes.errorbar(means, heights, None, halves, color=color, marker=marker, label=label, **style)
-    kept = {m: last_results(figures, None).loc[m]["test"].count() for m in methods}
-    marks = {m: f", n = {n}" if n < len(list_seeds(name)) else "" for m, n in kept.items()}
-    axes.set_yticks(range(len(methods)), [titles[m] + marks[m] for m in methods], fontsize=7)
+    kept, run = last_results(figures, None).groupby("method")["test"].count(), len(list_seeds(name))
+    names = [titles[m] + (f", n = {kept[m]}" if kept[m] < run else "") for m in methods]
+    axes.set_yticks(range(len(methods)), names, fontsize=7)
     axes.invert_yaxis()
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title("\n".join(textwrap.wrap(f"{name}: {title_of(name)}", 50)), fontsize=8)
@@ -144,14 +143,14 @@ def draw_claims(paper: str, path: Path) -> None:
     rows = _claim_rows(paper)
     axes = _new_axes(8.4, 1.2 + 0.17 * len(rows))
     for verdict, (color, marker) in VERDICTS.items():
-        for stands in (True, False):
-            found = [(y, case) for y, (_, case) in enumerate(rows) if case and case.verdict == verdict]
-            shown = [(y, case) for y, case in found if (case.stands or verdict == "undecided") == stands]
+        judged = [(y, case) for y, (_, case) in enumerate(rows) if case and case.verdict == verdict]
+        for is_weak in (False, True):
+            shown = [(y, case) for y, case in judged if case.is_weak == is_weak]
             means = [100 * case.found.mean for _, case in shown]
             halves = [50 * (case.found.high - case.found.low) for _, case in shown]
             style = {"ls": "", "marker": marker, "ms": 4, "capsize": 2, "color": color}
-            label = verdict if stands else None
-            filled = color if stands else "white"
+            label = None if is_weak else verdict
+            filled = "white" if is_weak else color
             axes.errorbar(means, [y for y, _ in shown], None, halves, label=label, mfc=filled, **style)
     axes.axvline(0, color="0.6", lw=0.8, zorder=0)
     axes.set_yticks([y for y, (_, case) in enumerate(rows) if case], [t for t, c in rows if c], fontsize=7)
