@@ -181,6 +181,18 @@ def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
     return {int(row["seed"]): float(row["test"]) for row in own if int(row["round"]) == end}
 
 
+@pytest.mark.parametrize("name", ENTERED)
+def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
+    page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
+    rows = page.split(f"<!-- evidence {name} -->")[1].split("\n\n")[1].splitlines()[2:]
+    scale, digits = (1, 4) if name == "floral-synthetic" else (100, 1)
+    methods = ExperimentConfig.read(ROOT / "experiments" / "evidence" / f"{name}.toml").compared_methods
+    for row, method in zip(rows, methods, strict=True):
+        values = scale * np.array([value for value in last(name, method, {}).values() if not np.isnan(value)])
+        half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+        assert row.split(" | ")[2] == f"{values.mean():.{digits}f} ± {half:.{digits}f}", row
+
+
 CASES = [(claim, claim | case) for claim in SETTINGS["claims"] for case in claim.get("cases", ())]
 
 
