@@ -65,7 +65,9 @@ test-wheel: install
 
 # what `fedlowrank list` prints
 catalog: install
-	$(BIN)/python -m fedlowrank.cli.catalog
+	@mkdir -p build
+	$(BIN)/python -m fedlowrank.cli.catalog > build/catalog.json
+	mv build/catalog.json src/fedlowrank/cli/catalog.json
 
 bench: install
 	$(BIN)/fedlowrank bench -o docs/results/speed.md

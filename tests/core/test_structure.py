@@ -1,11 +1,13 @@
 """The structure of code and repository: one paper, one file; only exports in ``__init__``; no large files."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 import torch
 
@@ -59,6 +61,28 @@ def test_imports_go_downwards_only() -> None:
     command = Path(sys.executable).with_name("lint-imports")
     found = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
+
+
+def find_circle(imports: dict[str, set[str]]) -> list[str] | None:
+    """Files that import each other in a circle, the first one twice, or None."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def test_files_do_not_import_each_other_in_circles() -> None:
+    """Imports in functions and for type checkers count, too."""
+    graph = grimp.build_graph("fedlowrank", cache_dir=None, exclude_type_checking_imports=False)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert "fedlowrank.training.stacked" in imports["fedlowrank.training.tensor_rules"]
+    assert find_circle(imports) is None
+
+
+def test_a_circle_of_files_is_found() -> None:
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert sorted(set(find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) or ())) == ["b", "c"]
 
 
 def test_the_root_holds_no_loose_files() -> None:
@@ -115,7 +139,9 @@ def test_a_wheel_in_the_root_and_a_large_file_are_found() -> None:
     assert misplaced_files(sizes) == ["numpy-2.4.6.whl", "docs/data.bin"]
 
 
-@pytest.mark.parametrize("name", ["a.whl", "docs/a.tar.gz", "a.zip", "m.safetensors", "x/m.gguf", "m.pt", "d.npz"])
+@pytest.mark.parametrize(
+    "name", ["a.whl", "docs/a.tar.gz", "a.zip", "m.safetensors", "x/m.gguf", "m.pt", "d.npz"]
+)
 def test_archives_and_model_files_are_ignored(name: str) -> None:
     tracked_files()
     found = subprocess.run(["git", "check-ignore", "-q", "--no-index", name], cwd=ROOT, check=False)

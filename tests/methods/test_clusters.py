@@ -43,6 +43,7 @@ from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small
+from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.stacked import stack
 from golden import floral_reference as reference
 from golden.reference import cross_entropy, fedavg, forward, softmax

@@ -2,9 +2,8 @@
 float64.
 
 Three of four clients of unequal size take part in a round, so that weights, absences and the order of steps
-all show. The
-differences left are rounding, some 1e-15; a wrong sign, factor or weight is larger by ten orders of
-magnitude.
+all matter. What differs is rounding, about 1e-15; a wrong sign, factor or weight differs by ten orders of
+magnitude more.
 """
 
 from __future__ import annotations

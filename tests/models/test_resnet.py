@@ -15,6 +15,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.models.architecture import Architecture, build_module
 from fedlowrank.models.resnet import RESNETS, ResNet18
 from fedlowrank.models.zoo import MODELS, ModelSettings
+from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.stacked import stack
 
 CIFAR, TINY = (3, 32, 32), (3, 64, 64)

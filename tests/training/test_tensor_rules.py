@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.stacked import RULES, Stacked, UnsupportedError, stack, without_rows
 
 K, B, C = 3, 4, 2

@@ -51,7 +51,7 @@ def initial_adaptors(
     """C adaptors of every adapted parameter, each zero at first, with random factors of its own.
 
     Args:
-        where: see :func:`find_adapted_parameters`.
+        where: see :func:`.adapted_parameters.find_adapted_parameters`.
         count: C.
         key: source of randomness.
         construction: of convolutions.

@@ -21,17 +21,16 @@ from ..models.zoo import MODELS
 from ..simulation.client_metrics import METRICS
 from ..testing.check import check_method, federation
 from ..trust.abilities import ABILITIES, abilities
-from .listing import CATALOG, TRUST, strip_markup
-from .terminal import OUT
+from .terminal import OUT, strip_markup
 
 
 def build_catalog() -> list[dict[str, Any]]:
-    """The tables of ``fedlowrank list``: title, columns and rows of each."""
+    """The tables of ``fedlowrank list``: title, columns and rows of each, and whether ``--trust`` shows it."""
     methods = [
         [name, _first_line(cls), "any" if cls.heterogeneous else "equal", cls.citation]
         for name, cls in METHODS.items()
     ]
-    tables = [{"title": "Methods", "columns": ["method", "", "models", "source"], "rows": methods}]
+    tables = [_table("Methods", ["method", "", "models", "source"], methods)]
     known: dict[str, Mapping[str, object]] = {
         "Models (model.names)": MODELS,
         "Data (data.source)": SOURCES,
@@ -41,7 +40,7 @@ def build_catalog() -> list[dict[str, Any]]:
     }
     for title, entries in known.items():
         rows = [[n, entry if isinstance(entry, str) else _first_line(entry)] for n, entry in entries.items()]
-        tables.append({"title": title, "columns": ["name", ""], "rows": rows})
+        tables.append(_table(title, ["name", ""], rows))
     return [*tables, build_trust_table()]
 
 
@@ -51,7 +50,12 @@ def build_trust_table() -> dict[str, Any]:
     for name, cls in METHODS.items():
         found = abilities(cls(), federation(cls.heterogeneous).task(1))
         rows.append([name, *("yes" if reason is None else f"no: {reason}" for reason in found.values())])
-    return {"title": TRUST, "columns": ["method", *ABILITIES.values()], "rows": rows}
+    title = "What can be done with the updates of a method"
+    return _table(title, ["method", *ABILITIES.values()], rows, trust=True)
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]], *, trust: bool = False) -> dict[str, Any]:
+    return {"title": title, "trust": trust, "columns": columns, "rows": rows}
 
 
 def show_method(name: str) -> int:
@@ -89,4 +93,4 @@ def check(name: str) -> int:
 
 
 if __name__ == "__main__":
-    CATALOG.write_text(json.dumps(build_catalog(), indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(build_catalog(), indent=1, ensure_ascii=False))

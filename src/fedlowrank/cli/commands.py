@@ -22,7 +22,7 @@ from ..core.files import as_checkpoint_error
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
 from ..network.account import prepare_resume
-from ..report import comparison, export_tensorboard, in_order, render_terminal, save_figures, write_report
+from ..report import export_tensorboard, in_order, render_terminal, save_figures, write_report
 from ..report.style import EMBEDDED_FONTS, Width
 from ..simulation.export import write
 from ..simulation.records import RoundRecord, RunRecord, run_folders
@@ -30,6 +30,7 @@ from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import simulate
 from .downloads import get_data
 from .parallel import Outcome, State, run_parallel
+from .run_summary import show_run
 from .terminal import INTERRUPT_HINTS, OUT
 
 
@@ -54,17 +55,6 @@ def run(
     _show_data(federation)
     run_method(experiment, name, federation, folder, force)
     return show_run(folder)
-
-
-def show_run(folder: Path) -> int:
-    """Print what came of a run."""
-    record = RunRecord.load(folder)
-    OUT.print(render_terminal(comparison([record])))
-    if record.status.get("state") == "finished" and (message := record.status.get("message")):
-        OUT.print(f"finished after round {record.rounds[-1].round}; {message}")
-    OUT.print(f"run folder: {folder}")
-    OUT.print(f"`fedlowrank report {shlex.quote(str(folder))}` writes a page that defines every column.")
-    return 0
 
 
 def _log_override(log: Sequence[str] | None) -> list[str]:

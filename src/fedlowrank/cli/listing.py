@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ..core.errors import ConfigError, did_you_mean
-from .terminal import OUT
+from .terminal import OUT, strip_markup
 
 CATALOG = Path(__file__).with_name("catalog.json")
 """What :func:`fedlowrank.cli.catalog.build_catalog` finds; ``make catalog`` writes it, a test compares it."""
-
-
-TRUST = "What can be done with the updates of a method"
-"""Title of the table of ``list --trust``."""
 
 
 def show_list(name: str | None, trust: bool) -> int:
@@ -31,15 +26,15 @@ def show_list(name: str | None, trust: bool) -> int:
     Raises:
         ConfigError: if there is no such name.
     """
-    sections = json.loads(CATALOG.read_text())
+    stored = json.loads(CATALOG.read_text())
     if trust and name is None:
-        _print_tables([section for section in sections if section["title"] == TRUST])
+        _print_tables([section for section in stored if section["trust"]])
         OUT.print(
             "The bounds of norms and the selection of replies (norm_bound, krum, multi_krum) go with every "
             "method."
         )
         return 0
-    sections = [section for section in sections if section["title"] != TRUST]
+    sections = [section for section in stored if not section["trust"]]
     if name is None:
         _print_tables(sections)
         OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")
@@ -72,8 +67,3 @@ def _print_tables(sections: list[dict[str, Any]]) -> None:
         for row in section["rows"]:
             table.add_row(*map(strip_markup, row))
         OUT.print(table)
-
-
-def strip_markup(text: str) -> str:
-    """Text of a docstring without reStructuredText's double backticks and roles."""
-    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")

@@ -27,7 +27,7 @@ from ..network.deploy.processes import SuperLink, SuperNode
 from ..network.deploy.supervise import supervise
 from ..network.drive import clients_of
 from ..simulation.run_folder import RunFolder
-from .commands import show_run
+from .run_summary import show_run
 from .terminal import say
 
 logger = logging.getLogger(__name__)

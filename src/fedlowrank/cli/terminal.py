@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..simulation.terminal import console
 
 OUT = console()
@@ -13,3 +15,8 @@ INTERRUPT_HINTS = ["Nothing is lost; start it again to go on."]
 def say(text: str) -> None:
     """Print a line on the way."""
     OUT.print(text, style="dim", highlight=False)
+
+
+def strip_markup(text: str) -> str:
+    """Text of a docstring without reStructuredText's double backticks and roles."""
+    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")

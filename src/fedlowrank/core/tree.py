@@ -65,8 +65,16 @@ def _name(cls: type[Any]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _items(value: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Children of a node by name, or None if the value is a leaf."""
+def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
+    """The children of a node by name, or None if the value is a leaf (a tensor, a plain value or None).
+
+    Args:
+        value: a tree.
+        path: where the value stands in a larger tree (JSON pointer); errors name it.
+
+    Raises:
+        TreeError: if the value cannot be part of a tree.
+    """
     if value is None or isinstance(value, Tensor) or type(value) in _PLAIN:
         return None
     if type(value) is dict:
@@ -82,12 +90,18 @@ def _items(value: Any, path: str) -> list[tuple[str, Any]] | None:
     raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
 
 
-def _rebuild(like: Any, children: list[tuple[str, Any]]) -> Any:
+def rebuild(like: Any, parts: list[tuple[str, Any]]) -> Any:
+    """A node of the kind of another one, with new children.
+
+    Args:
+        like: a node, for which :func:`children` is not None.
+        parts: names and children, in the order of :func:`children`.
+    """
     if isinstance(like, dict):
-        return dict(children)
+        return dict(parts)
     if isinstance(like, (list, tuple)):
-        return type(like)(child for _, child in children)
-    return type(like)(**dict(children))
+        return type(like)(part for _, part in parts)
+    return type(like)(**dict(parts))
 
 
 def join(path: str, key: str) -> str:
@@ -100,7 +114,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
-    for key, child in _items(value, path) or ():
+    for key, child in children(value, path) or ():
         yield from leaves(child, join(path, key))
 
 
@@ -112,7 +126,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
-    """The tree with f applied to every tensor; :func:`_items` names what is no tree."""
+    """The tree with f applied to every tensor; :func:`children` names what is no tree."""
     if isinstance(value, Tensor):
         return f(value)
     kind = type(value)
@@ -120,7 +134,7 @@ def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
         return {k: _each(v, f) for k, v in value.items()}
     if kind is list or kind is tuple:
         return kind([_each(v, f) for v in value])
-    items = _items(value, "")
+    items = children(value)
     return value if items is None else kind(**{k: _each(v, f) for k, v in items})
 
 
@@ -155,7 +169,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
             if not isinstance(other, Tensor):
                 raise TreeError(f"trees differ at {path or 'the top'}: a tensor and a {type(other).__name__}")
         return f(first, *rest)
-    items = _items(first, path)
+    items = children(first, path)
     if items is None:
         for other in rest:
             # repr tells 1 from True and takes NaN for equal to itself
@@ -164,7 +178,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
         return first
     columns: list[dict[str, Any]] = []
     for other in rest:
-        found = _items(other, path)
+        found = children(other, path)
         keys = None if found is None else [k for k, _ in found]
         if type(other) is not type(first) or keys is None or sorted(keys) != sorted(k for k, _ in items):
             raise TreeError(
@@ -172,7 +186,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
                 f"{type(other).__name__} of {keys}"
             )
         columns.append(dict(found or ()))
-    return _rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), join(path, k))) for k, v in items])
+    return rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), join(path, k))) for k, v in items])
 
 
 def canonical(value: T) -> T:
@@ -223,13 +237,13 @@ def skeleton(value: Any, path: str = "") -> Any:
     """All of a tree that is not tensor data, as JSON: structure, plain values, and for tensors ``"t"``."""
     if isinstance(value, Tensor):
         return "t" if value.dtype != torch.bool else {"b": list(value.shape)}
-    items = _items(value, path)
+    items = children(value, path)
     if items is None:
         return {"v": value}
-    children = {k: skeleton(v, join(path, k)) for k, v in items}
+    parts = {k: skeleton(v, join(path, k)) for k, v in items}
     if isinstance(value, (list, tuple)):
-        return {"l" if isinstance(value, list) else "u": list(children.values())}
-    return {"d": children} if isinstance(value, dict) else {"c": _name(type(value)), "d": children}
+        return {"l" if isinstance(value, list) else "u": list(parts.values())}
+    return {"d": parts} if isinstance(value, dict) else {"c": _name(type(value)), "d": parts}
 
 
 def encode(value: Any) -> bytes:
@@ -301,14 +315,14 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
     for tag, kind in (("l", list), ("u", tuple)):
         if tag in shape:
             return kind(_decode(s, tensors, join(path, str(i)), left) for i, s in enumerate(shape[tag]))
-    children = {k: _decode(s, tensors, join(path, k), left) for k, s in shape["d"].items()}
+    parts = {k: _decode(s, tensors, join(path, k), left) for k, s in shape["d"].items()}
     if "c" not in shape:
-        return children
+        return parts
     if shape["c"] not in _CLASSES:
         raise TreeError(
             f"the message holds a {shape['c']}, which is no registered tree here; import its module first"
         )
-    return _CLASSES[shape["c"]](**children)
+    return _CLASSES[shape["c"]](**parts)
 
 
 def signature(value: Any) -> str:
@@ -334,7 +348,7 @@ def form(value: Any, plain: bool = True) -> Any:
         return kind, tuple(value), tuple([form(v, plain) for v in value.values()])
     if kind is list or kind is tuple:
         return kind, tuple([form(v, plain) for v in value])
-    items = _items(value, "")
+    items = children(value)
     if items is None:
         # repr tells 1 from True, and takes NaN for equal to itself
         return kind, repr(value) if plain else None
@@ -354,9 +368,8 @@ def not_finite(value: Any) -> str | None:
     numbers = [t for t in tensors(value) if t.is_floating_point() and t.numel()]
     if not numbers:
         return None
-    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element;
-    # only where their sum
-    # is not, a second look is needed, for finite numbers may overflow it
+    # A finite norm implies finite elements, and norms are many times cheaper than a test of every element.
+    # Norms of finite elements can overflow, so elements are tested where the sum of the norms is not finite.
     norms = list(torch._foreach_norm(numbers))
     if any(n.dtype != norms[0].dtype for n in norms):
         norms = [n.double() for n in norms]

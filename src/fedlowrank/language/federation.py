@@ -93,7 +93,7 @@ class Language:
         Returns:
             The folders written.
         """
-        folders, written = AdapterFolders(self), []
+        folders, written = AdapterFolders(self.model, self.loaded), []
 
         def write(name: str, model: ModelParts) -> None:
             if rank is not None:
@@ -115,7 +115,7 @@ class Language:
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
         """The adapter folder of one model, or the whole model where all its base weights moved."""
-        folders = AdapterFolders(self)
+        folders = AdapterFolders(self.model, self.loaded)
         return folders.write(folder, folders.model(params, round, client))
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
 from .artifacts import METADATA, merge_update, save_model, write_adapter
-from .base import digest_weights
+from .base import LoadedBase, digest_weights
 from .peft_adapter import ADAPTER
-
-if TYPE_CHECKING:
-    from .federation import Language
 
 COMMON = "base"
 """Folder of a base that moved, beside the adapters that are for it."""
@@ -53,17 +50,23 @@ class ModelParts:
 
 
 class AdapterFolders:
-    """Writes the models of one language model's clients and server."""
+    """Writes the models of one language model's clients and server.
 
-    def __init__(self, language: Language) -> None:
-        self._language = language
-        self._lora: LoRA = find_lora(language.model, None)
+    Args:
+        model: the base with LoRA factors (``peft.PeftModel``).
+        loaded: the base's name, digest, head and tokenizer.
+    """
+
+    def __init__(self, model: Any, loaded: LoadedBase) -> None:
+        self._model = model
+        self._loaded = loaded
+        self._lora: LoRA = find_lora(model, None)
         self._common: dict[str, Tensor] = {}
         self._common_digest = ""
 
     def model(self, params: Params, round: int, client: int | None) -> ModelParts:
         """A model from its parameters; those that it lacks are the wrapped model's own."""
-        own = dict(self._language.model.named_parameters())
+        own = dict(self._model.named_parameters())
         everything = {name: p.detach() for name, p in (own | params).items()}
         factors, weight_updates = {}, {}
         for name, layer in self._lora.layers.items():
@@ -71,7 +74,7 @@ class AdapterFolders:
             if layer.weight in params:
                 update = everything[layer.weight].float() - self._lora.base[layer.weight].float()
                 weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
-        modules = tuple(f"{PEFT_PREFIX}{module}." for module in self._language.loaded.head)
+        modules = tuple(f"{PEFT_PREFIX}{module}." for module in self._loaded.head)
         head = {n.removeprefix(PEFT_PREFIX): everything[n] for n in own if n.startswith(modules)}
         return ModelParts(factors, weight_updates, head, round, client)
 
@@ -88,7 +91,7 @@ class AdapterFolders:
             layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
             weight = self._lora.base[layer.weight].detach()
             assert isinstance(update, Tensor)
-            module = self._language.model.get_submodule(layer.weight.removesuffix(".weight"))
+            module = self._model.get_submodule(layer.weight.removesuffix(".weight"))
             whole |= {f"{name}.{own}": value for own, value in module.state_dict().items()}
             whole[f"{name}.weight"] = (weight.float() + layer.reshape_update(update)).to(weight.dtype)
         factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
@@ -105,14 +108,14 @@ class AdapterFolders:
         }
         beside = json.loads((folder / METADATA).read_text())
         (folder / METADATA).write_text(json.dumps({**beside, "truncation": errors}, indent=2, sort_keys=True))
-        (folder / "README.md").write_text(_readme(self._language.loaded.name, errors))
+        (folder / "README.md").write_text(_readme(self._loaded.name, errors))
         return folder
 
     def write_whole(self, folder: Path, model: ModelParts) -> Path:
         """Write a whole model."""
         update = {n: model.update(n, self._lora.scale) for n in model.factors}
-        made = merge_update(self._language.model, self._lora.layers, update, model.head)
-        return save_model(folder, made, self._language.loaded.tokenizer)
+        made = merge_update(self._model, self._lora.layers, update, model.head)
+        return save_model(folder, made, self._loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write a model whose whole base moved: the base once for all clients, and an adapter for it.
@@ -121,8 +124,8 @@ class AdapterFolders:
         """
         written = []
         if not self._common:
-            made = merge_update(self._language.model, self._lora.layers, model.weight_updates)
-            written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
+            made = merge_update(self._model, self._lora.layers, model.weight_updates)
+            written.append(save_model(folder / COMMON, made, self._loaded.tokenizer))
             self._common, self._common_digest = model.weight_updates, digest_weights(made)
         elif any(not torch.equal(w, self._common[n]) for n, w in model.weight_updates.items()):
             return [self.write_whole(folder / name, model)]
@@ -142,14 +145,13 @@ class AdapterFolders:
         base: tuple[str, str] | None = None,
         whole: Params | None = None,
     ) -> Path:
-        loaded = self._language.loaded
         return write_adapter(
             folder,
             factors,
             scale,
-            self._language.model.peft_config[ADAPTER],
+            self._model.peft_config[ADAPTER],
             self._lora.layers,
-            *(base or (loaded.name, loaded.digest)),
+            *(base or (self._loaded.name, self._loaded.digest)),
             head=model.head,
             whole=whole,
             round=model.round,

@@ -35,7 +35,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
 
     Args:
         model: a base without adapters; a ``transformers`` model or any module.
-        config: of :func:`lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
+        config: of :func:`.peft_config.lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
             is ``peft_config["default"]`` of the result.
         key: of the factor that is random, see :func:`initial_factors`. torch's global generator is as before.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.

@@ -41,7 +41,7 @@ class Account:
             number.
         excluded: clients that an operator excluded, with the round to which the run went back then.
         silent: missed orders in a row, by client.
-        updates: see :class:`.norms.NormBound`.
+        updates: see :class:`.validation.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
         settings: the section ``network`` of the experiment.
     """

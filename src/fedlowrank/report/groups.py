@@ -67,7 +67,7 @@ class Group:
         return sorted(names, key=lambda name: name != self.headline)
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
-        """Statistics of a series, else of the headline, one row a seed: see :meth:`.Run.results`."""
+        """Statistics of a series, else of the headline, one row a seed: see :meth:`.metrics.Run.results`."""
         name, by = self.headline if series is None else series, measure or self.measure
         rows = [found for run in self.runs if (found := run.results(name, by)) is not None]
         return pd.DataFrame(rows, columns=RESULTS)

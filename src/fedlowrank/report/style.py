@@ -27,9 +27,8 @@ from matplotlib.figure import Figure
 
 from .formats import one_line
 
-# Both lists were searched for the largest least distance in Oklab between any two colors, as seen normally
-# and with
-# protanopia, deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.
+# Both lists maximize the smallest distance in Oklab between any two colors, for normal vision, protanopia,
+# deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.
 LIGHT = ("#0071a2", "#da7805", "#3a9f93", "#c73cef", "#8c6106", "#1c0085", "#540213", "#4d4d4c")
 DARK = ("#2789a0", "#e4a004", "#64cead", "#c194fc", "#a3fa44", "#cd19fd", "#e14344", "#f8efe6")
 

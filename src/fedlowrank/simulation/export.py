@@ -37,7 +37,7 @@ def export(run: Run, client: int, series: str | None = None, layout: Layout = "s
         run: where it stands now.
         client: its identifier. One that never took part has the model it would begin with.
         series: which of the method's models; by default its headline. Others only where the method says what
-            they are made of (:meth:`fedlowrank.core.method.Method.parts`).
+            they are made of (:attr:`fedlowrank.core.client_model.ClientModel.parts`).
         layout: see :func:`fedlowrank.adapters.deployment.deploy`.
 
     Raises:

@@ -220,7 +220,7 @@ def averages_factors(contribution: Any) -> bool:
     def holds(value: Any) -> bool:
         if products_of(value):
             return True
-        return any(holds(child) for _, child in tree._items(value, "") or ())
+        return any(holds(child) for _, child in tree.children(value) or ())
 
     return any(isinstance(leaf, (Mean, Sum)) and holds(leaf.value) for _, leaf in leaves(contribution))
 

@@ -1,9 +1,9 @@
 """What a run leaves behind: one folder, readable by a person and by the report.
 
 RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the
-experiment has any RUN/clients.json      one row a client: architecture, examples in train/val/test, class
-counts, true cluster (null if
-                      unknown), whether it never trains
+                      experiment has any
+RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts, true cluster
+                      (null if unknown), whether it never trains
 RUN/metrics.jsonl.gz  one :class:`RoundRecord` a line; round 0 is the state before any training;
                       ``pandas.read_json("RUN/metrics.jsonl.gz", lines=True)``
 RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}

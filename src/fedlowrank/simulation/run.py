@@ -1,4 +1,4 @@
-"""The only loop over rounds."""
+"""One run: its state, and what happens in a round. The loop over rounds is in :mod:`.round_loop`."""
 
 from __future__ import annotations
 

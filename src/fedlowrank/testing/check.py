@@ -35,7 +35,7 @@ AnyMethod = Method[Any, Any, Any, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """ClientResult of one check."""
+    """What one check found."""
 
     name: str
     ok: bool

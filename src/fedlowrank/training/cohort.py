@@ -18,6 +18,7 @@ from torch.nn import functional
 from ..core import tree
 from ..core.method import Batch, ProximalTerm, Request
 from ..core.optimizer import SGD
+from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from .feed import BufferPool, Feed, flat
 from .stacked import Stacked, UnsupportedError, stack, without_rows
 from .steps import Work, refill, tensors_like

@@ -4,7 +4,8 @@ The examples of K clients are one batch of K·B rows, so that reshaping, pooling
 mean what they always mean. Only parameters differ by client: a :class:`Stacked` tensor holds those of all
 clients ``[K, ...]`` and looks like that of one. An operation on it goes through a table, :data:`RULES`, which
 applies each client's parameter to that client's rows. An operation that is not in the table raises
-:class:`UnsupportedError`. The rules are in :mod:`.layer_rules` and :mod:`.tensor_rules`.
+:class:`UnsupportedError`. The rules are in :mod:`.layer_rules` and :mod:`.tensor_rules`, which add them to the
+table when they are imported.
 
 A tensor that is not stacked and has dimensions is taken for rows: its first dimension are the examples,
 client by client, or the clients themselves, as in the result of ``batch.mean``. Where there is no batch, in
@@ -112,6 +113,3 @@ def by_client(x: Tensor, clients: int) -> Tensor:
     if not has_rows() or isinstance(x, Stacked) or x.ndim < 1 or x.shape[0] % clients:
         raise UnsupportedError("rows that are not those of a batch")
     return x.reshape(clients, x.shape[0] // clients, *x.shape[1:])
-
-
-from . import layer_rules, tensor_rules  # noqa: E402, F401 - they fill the table, and import the names above

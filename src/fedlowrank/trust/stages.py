@@ -39,7 +39,7 @@ class Stage(ABC):
 
     @property
     def name(self) -> str:
-        """The stage as :func:`parse_stages` reads it."""
+        """The stage as :func:`.compression.parse_stages` reads it."""
         return ":".join([self.word, *map(str, vars(self).values())])
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The update of a client: what it sends minus what that is compared with (:meth:`Method.reference`).
+"""The update of a client: what it sends minus what that is compared with (:meth:`fedlowrank.core.method.Method.reference`).
 
 A reference has the form of the upload. In the place of a part it may have None (the part is no update: it is
 neither clipped nor compressed, and no noise can hide it) or :data:`ITSELF` (the part is an update as it is).
@@ -74,7 +74,7 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
             raise TreeError(f"the reference at {path or 'its top'} is no {type(upload).__name__}")
         yield path, upload, reference
         return
-    children = tree._items(upload, path)
+    children = tree.children(upload, path)
     if children is None:
         return
     others = _same_parts(children, reference)
@@ -84,7 +84,7 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
 
 def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
     """The parts of a reference by name, or None if they are not those of the upload."""
-    found = None if type(reference) is float else dict(tree._items(reference, "") or ())
+    found = None if type(reference) is float else dict(tree.children(reference) or ())
     return found if found is not None and found.keys() == dict(children).keys() else None
 
 
@@ -120,10 +120,10 @@ def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -
     """A tree with the tensors at some paths replaced."""
     if isinstance(value, Tensor):
         return numbers.get(path, value)
-    children = tree._items(value, path)
+    children = tree.children(value, path)
     if children is None:
         return value
-    return tree._rebuild(value, [(k, replace_numbers(v, numbers, tree.join(path, k))) for k, v in children])
+    return tree.rebuild(value, [(k, replace_numbers(v, numbers, tree.join(path, k))) for k, v in children])
 
 
 def with_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
@@ -332,7 +332,7 @@ def without_compared(upload: Any, reference: Any) -> Any:
     """
     if isinstance(upload, Tensor):
         return None if isinstance(reference, Tensor) and upload.is_floating_point() else upload
-    children = tree._items(upload, "")
+    children = tree.children(upload)
     if children is None:
         return None if repr(upload) == repr(reference) else upload
     if reference is None or (others := _same_parts(children, reference)) is None:
@@ -340,7 +340,7 @@ def without_compared(upload: Any, reference: Any) -> Any:
     left = [(key, without_compared(child, others[key])) for key, child in children]
     if all(child is None for _, child in left):
         return None
-    return tree._rebuild(upload, left)
+    return tree.rebuild(upload, left)
 
 
 def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
@@ -355,13 +355,13 @@ def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path:
             raise TreeError(f"the update lacks {sorted(base.keys() - update.keys())}")
         numbers = {place: t + update[place].to(t) for place, t in base.items()}
         return replace_numbers(reference, numbers, path)
-    children = tree._items(rest, path)
+    children = tree.children(rest, path)
     if children is None or reference is None or type(reference) is float:
         return rest
-    others = dict(tree._items(reference, path) or ())
+    others = dict(tree.children(reference, path) or ())
     if others.keys() != dict(children).keys():
         raise TreeError(
             f"what lies beside the update at {path or 'its top'} has other parts than the reference"
         )
     made = [(k, with_compared(v, others[k], update, tree.join(path, k))) for k, v in children]
-    return tree._rebuild(rest, made)
+    return tree.rebuild(rest, made)

@@ -50,7 +50,7 @@ class Scaling:
     power: float
 
     def at(self, rank: int) -> float:
-        """S of a client of that rank."""
+        """The scale s of a client of that rank."""
         return self.scale * float((self.rank0 / rank) ** self.power)
 
 

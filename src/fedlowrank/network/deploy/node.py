@@ -1,7 +1,7 @@
 """A client's node: pulls messages from the server and answers each by the installed fedlowrank.
 
 Flower's own SuperNode unpacks the app that the server names and runs its code. This program speaks the same
-protocol, but never fetches an app. It hands a message to :data:`.flower.client` of the installed package, and
+protocol, but never fetches an app. It hands a message to :data:`..flower.client` of the installed package, and
 only if the message belongs to the app that fedlowrank itself submits (same identifier, same SHA-256 of the
 packed app). It answers any other message with an error and logs it.
 

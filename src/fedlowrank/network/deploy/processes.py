@@ -228,7 +228,7 @@ class SuperNode(FlowerProcess):
     Args:
         home: its folder.
         address: of the server, such as ``fl.example.org:8000``.
-        folder: of the client, made by :func:`.client.prepare`.
+        folder: of the client, made by :func:`..client.prepare`.
         keys: for TLS, and to prove the client's identity to the server; None for trials on one machine.
     """
 

@@ -70,8 +70,8 @@ def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
 
 
 def _map_children(form: Any, change: Callable[[Any], Any]) -> Any:
-    children = tree._items(form, "")
-    return form if children is None else tree._rebuild(form, [(k, change(v)) for k, v in children])
+    children = tree.children(form)
+    return form if children is None else tree.rebuild(form, [(k, change(v)) for k, v in children])
 
 
 class MismatchError(Exception):
@@ -139,19 +139,19 @@ def match_form(form: Any, found: Any, path: str = "", length: _Length | None = N
         return found
     if type(found) is not type(form):
         raise MismatchError(path, describe_value(form), describe_value(found))
-    wanted = tree._items(form, path)
+    wanted = tree.children(form, path)
     if wanted is None:
         if isinstance(form, str) and found != form:
             raise MismatchError(path, repr(form), shorten(repr(found)))
         return found
-    parts = dict(tree._items(found, path) or ())
+    parts = dict(tree.children(found, path) or ())
     if parts.keys() != dict(wanted).keys():
         missing = [k for k, _ in wanted if k not in parts]
         more = [k for k in parts if k not in dict(wanted)]
         raise MismatchError(
             path, f"{describe_value(form)} of {len(wanted)} parts", f"one {_describe_keys(missing, more)}"
         )
-    return tree._rebuild(form, [(k, match_form(f, parts[k], tree.join(path, k), length)) for k, f in wanted])
+    return tree.rebuild(form, [(k, match_form(f, parts[k], tree.join(path, k), length)) for k, f in wanted])
 
 
 def _match_any(form: OneOf, found: Any, path: str) -> Any:

@@ -95,7 +95,7 @@ def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
         return
     if type(value) is float:
         yield path, value
-    for key, child in tree._items(value, path) or ():
+    for key, child in tree.children(value, path) or ():
         yield from floats(child, tree.join(path, key))
 
 
