@@ -6,24 +6,42 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..core.errors import ConfigError
 from ..core.key import Key
 from ..core.method import ClientInfo
+from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
-from ..data.concept import apply_concept
+from ..data.concept import Concept, apply_concept
 from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_client, subset
 from ..data.federation import Federation
+from ..data.partition import Partition
+from ..data.split import Split
 from ..language import federation as language_models
-from ..language.federation import Language
+from ..language.federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture
+from ..models.zoo import ModelSettings
+from ..simulation.settings import RunSettings
+from .data_section import DataSettings
 from .lora_section import LoraSettings, PeftSettings, broadcast_ranks
 
-if TYPE_CHECKING:
-    from .experiment import ExperimentConfig
+
+class FederationSettings(Protocol):
+    """The sections of an experiment that a federation is made from; see :class:`.experiment.ExperimentConfig`."""
+
+    name: str
+    language: LanguageSettings | None
+    data: DataSettings
+    partition: Partition
+    split: Split
+    concept: Concept
+    augment: Augment
+    model: ModelSettings
+    lora: LoraSettings | PeftSettings
+    run: RunSettings
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Shares:
     language: Language | None = None
 
 
-def share_data(experiment: ExperimentConfig) -> Shares:
+def share_data(experiment: FederationSettings) -> Shares:
     """Read the data and divide them among the clients, from the seed of the run.
 
     Raises:
@@ -66,14 +84,14 @@ def share_data(experiment: ExperimentConfig) -> Shares:
     return Shares(tuple(data), dataset.classes, dataset.notes, language)
 
 
-def load_language(experiment: ExperimentConfig, classes: tuple[str, ...]) -> Language | None:
+def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> Language | None:
     """Load the language model for classes of those names; None where the experiment has none."""
     if experiment.language is None:
         return None
     return language_models.load_language_model(*_language_settings(experiment), classes)
 
 
-def _language_settings(experiment: ExperimentConfig) -> tuple[Any, Mapping[str, Any], Key]:
+def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
     extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
     settings: Any = experiment.language
@@ -83,7 +101,7 @@ def _language_settings(experiment: ExperimentConfig) -> tuple[Any, Mapping[str, 
 
 
 def assemble(
-    experiment: ExperimentConfig,
+    experiment: FederationSettings,
     shares: Shares,
     *,
     sizes: Sequence[int] | None = None,
@@ -124,7 +142,7 @@ def assemble(
     )
 
 
-def _models(experiment: ExperimentConfig, shares: Shares, key: Key) -> Mapping[str, Architecture]:
+def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping[str, Architecture]:
     first = shares.data[0].train
     example = _example(first.x)
     if isinstance(example, dict):
