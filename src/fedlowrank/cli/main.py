@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .. import __version__
 from ..core.errors import FedlowrankError, did_you_mean
+from ..core.version import __version__
 
 OVERRIDES = "section.field=value, laid over the file: run.rounds=20, defaults.optimizer.lr=0.05"
 JOBS = "runs at a time, each in a process that loads the data itself (default: %(default)s)"

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically, write_json, write_json_rows
 from ..core.method import Method
+from ..core.version import __version__
 from . import checkpoint
 from .client_store import LazyMapping
 from .lock import exclusive
@@ -333,8 +334,6 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
 
 def versions() -> dict[str, str]:
     """Software that a run depends on."""
-    from .. import __version__
-
     return {
         "fedlowrank": __version__,
         "python": platform.python_version(),
