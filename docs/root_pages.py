@@ -1,4 +1,4 @@
-"""Pages of files that lie outside of `docs/`: the changelog and the list of experiment files."""
+"""Pages of files that lie outside of `docs/`: the changelog, how to contribute, and the list of experiment files."""
 
 from __future__ import annotations
 
@@ -14,5 +14,6 @@ def make_pages() -> dict[str, str]:
     experiments = (ROOT / "experiments" / "README.md").read_text().replace("](../docs/", "](")
     return {
         "changelog.md": changelog,
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "]("),
         "experiments.md": re.sub(r"^# .*", "# Experiment files", experiments, count=1),
     }

@@ -867,8 +867,7 @@ def test_floating_point_operations_of_a_perceptron(engine: str) -> None:
     w = Perceptron.WIDTHS
     layers = [i * o for i, o in itertools.pairwise(w)]
     # forward, gradients of the weights, and gradients of the inputs of all layers but the first; an example
-    # costs the
-    # same in any batch
+    # costs the same in any batch
     example = 2 * (sum(layers) + sum(layers) + sum(layers[1:]))
     assert record.flops == 2 * sum(sizes) * example
     assert record.steps == 2 * (3 + 5 + 1)

@@ -1,9 +1,7 @@
-"""What an accelerator would wait for: in the steps of a pass nobody looks at a number, and nothing is copied
-from the host.
+"""The steps of a pass need no host synchronization: no ``.item()``, and no copy from the host.
 
-A look is seen on a CPU as it is on a GPU. A copy to a device is seen on the device "meta", whose tensors have
-no content: what
-looks at one fails, and what mixes one with the host's is noted here.
+A CPU shows ``.item()`` as a GPU does. Copies are found on the device "meta", whose tensors have no content: reading a
+value raises, and operations that mix a tensor of the host with one of the device are recorded here.
 """
 
 from __future__ import annotations

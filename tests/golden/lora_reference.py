@@ -1,9 +1,8 @@
 """Federated LoRA in NumPy float64, dense where the package works on factors, written from the papers; see ``reference``.
 
 Networks, data and rounds are as there. The last layer is the head, trained whole; every other layer has the
-weight W_0 + s·B A
-with its bias fixed. Factors are a list ``(B [d, r], A [r, k])`` beside the layers without the head; ``drawn`` are the random A
-``[r_max, k]`` of these layers. A scale is a function of the rank.
+weight W_0 + s·B A with its bias fixed. Factors are a list ``(B [d, r], A [r, k])`` beside the layers without the
+head; ``drawn`` are the initial A ``[r_max, k]`` of these layers. A scale is a function of the rank.
 """
 
 from __future__ import annotations
@@ -162,8 +161,7 @@ def hetlora(
     that are left.
 
     Ranks are rounded down, fall by one at least and to one at most. A component that nobody sent stays what
-    it was, if means are
-    per component.
+    it was, if means are per component.
     """
     ranks, top, net = list(s.ranks), max(s.ranks), s.net
     server = fresh(net, s.drawn, top)

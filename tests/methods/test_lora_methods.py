@@ -1,8 +1,7 @@
 """Federated LoRA against NumPy: products, heads and predictions after three rounds, in float64.
 
 Three of four clients of unequal size and rank take part in a round. Two layers of unequal shape are adapted,
-with a scale that
-depends on the rank. FedHL is compared with its dense recursion, though the package never forms W.
+with a scale that depends on the rank. FedHL is compared with its dense recursion, though the package never forms W.
 """
 
 from __future__ import annotations

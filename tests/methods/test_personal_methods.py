@@ -357,8 +357,7 @@ def test_a_density_that_the_vectors_use_up_is_refused_before_training() -> None:
 
 def test_erk_densities_by_hand() -> None:
     # sums of the shapes 5, 24 and 16; a budget of 70: 70 / 45 is more than the first can take (6 of 7.8), and
-    # the others
-    # share 64 at 24 : 16
+    # the others share 64 at 24 : 16
     params = {
         "a": torch.zeros(2, 3),
         "b": torch.zeros(10, 8, 3, 3),

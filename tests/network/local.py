@@ -198,9 +198,8 @@ class LocalTransport:
             try:
                 self.at("not synced", disk=True)
             except Killed:
-                # of what was not synced a machine that loses power may keep a part: half of a new file, all
-                # but the end of
-                # one that grew
+                # a machine that loses power may keep a part of what was not synced: half of a new file, all but the
+                # end of a file that grew
                 size = os.fstat(handle).st_size
                 if stat.S_ISREG(os.fstat(handle).st_mode):
                     new = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY

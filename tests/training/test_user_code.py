@@ -1,10 +1,8 @@
 """Modules and losses as users write them, in every engine, beside a plain PyTorch loop.
 
 The loop loads the server's weights into each client's own copy of the module, calls ``train()``, and steps
-through the same
-batches by ``backward()`` and ``torch.optim.SGD``. Python's, numpy's and torch's global generators start at
-the seed of the
-client's pass.
+through the same batches by ``backward()`` and ``torch.optim.SGD``. Python's, numpy's and torch's global
+generators start at the seed of the client's pass.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ class DeltaForm:
                 f"DeltaForm.cap is {self.cap!r}, but only kind = 'capped' has a cap; the kind is {self.kind!r}"
             )
         if type(self.cap) is not int or self.cap < 1:
-            raise ConfigError(f"DeltaForm.cap must be a whole number of at least 1, or None; it is {self.cap!r}")
+            raise ConfigError(
+                f"DeltaForm.cap must be a whole number of at least 1, or None; it is {self.cap!r}"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
