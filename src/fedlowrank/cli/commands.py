@@ -13,10 +13,11 @@ import matplotlib
 from rich.table import Table
 
 from ..adapters.deployment import Layout
-from ..config.comparison import PlannedRun, plan_runs, refuse_conflicts
+from ..config.comparison import PlannedRun, plan_runs, read_varied, refuse_conflicts
 from ..config.experiment import ExperimentConfig
-from ..config.merging import merge_tables, parse_override
+from ..config.merging import LaidTables, parse_overrides
 from ..config.stored_run import open_run, read_run_config
+from ..config.unread import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread
 from ..core.errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from ..core.files import as_checkpoint_error
 from ..data.describe import class_count_figure, class_count_table, class_counts
@@ -29,8 +30,8 @@ from ..simulation.records import RoundRecord, RunRecord, run_folders
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import simulate
 from .downloads import get_data
+from .one_run import read_one, show_run
 from .parallel import Outcome, State, run_parallel
-from .run_summary import show_run
 from .terminal import INTERRUPT_HINTS, OUT
 
 
@@ -45,8 +46,7 @@ def run(
 ) -> int:
     """Run one method of an experiment."""
     more = [*([] if engine is None else [f"run.engine={engine}"]), *_log_override(log)]
-    experiment = ExperimentConfig.read(file, [*overrides, *more], method)
-    name = experiment.choose_method(method)
+    experiment, name = read_one(file, [*overrides, *more], method)
     folder = out or Path("runs") / experiment.name / f"{name}-s{experiment.run.seed}"
     experiment.build_method(name)
     if folder.exists() and not force:
@@ -76,10 +76,17 @@ def compare(
     """Run every combination of method, seed and varied value; go on with what has begun."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
-    base = ExperimentConfig.read(file, [*overrides, *_log_override(log)], methods[0] if methods else None)
+    laid = LaidTables.read(file, [*overrides, *_log_override(log)])
+    base = read_varied(laid, vary, methods or ())
+    named = [
+        *(("compare", "method") if methods else ("method",) if base.compare else ()),
+        *(("seeds", "run.seed") if seeds else ("run.seed",) if base.seeds else ()),
+        *(("vary",) if vary else ()),
+    ]
+    refuse_unread(laid, {"tune": TUNE, **{path: COMPARED[path] for path in named}})
     numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
-    runs = plan_runs(base, methods or base.compared_methods, numbers, vary or base.vary, out)
+    runs = plan_runs(base, methods or base.compared_methods, numbers, vary or base.vary, out, laid)
     if not force:
         refuse_conflicts(runs)
     outcomes = run_planned(runs, jobs, force)
@@ -142,10 +149,10 @@ def resume(
 ) -> int:
     """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds."""
     stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
-    tables, name = stored["experiment"], stored["method"]["name"]
-    for text in overrides:
-        merge_tables(tables, parse_override(text))
-    experiment = ExperimentConfig.parse(tables, allow_code)
+    laid, name = LaidTables(stored["experiment"], parse_overrides(overrides)), stored["method"]["name"]
+    experiment = ExperimentConfig.parse_laid(laid, methods=[name], allow_code=allow_code)
+    method = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
+    refuse_unread(laid, {**SEVERAL_RUNS, **method})
     if changes := experiment.changes_from(stored, name, stored["vary"]):
         # sooner than simulate refuses it, and in the words of the file
         raise CheckpointError(

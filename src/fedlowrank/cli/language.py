@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..config.merging import merge_tables, parse_override
+from ..config.merging import parse_overrides
 from ..config.parsing import build
 from ..config.stored_run import open_run
 from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
@@ -74,10 +74,7 @@ def score(
     """Score models of a run by what they write; see :func:`scores`."""
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
-    settings: dict[str, Any] = {}
-    for text in overrides:
-        merge_tables(settings, parse_override(text))
-    scorer: ScoreTask = build(TASKS[task], settings, f"score {task}")
+    scorer: ScoreTask = build(TASKS[task], parse_overrides(overrides), f"score {task}")
     run = _open(folder, best, allow_code)
     found = scores(run, scorer, models)
     title = f"{task}, {run.method.title}, after round {run.round}"

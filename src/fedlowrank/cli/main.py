@@ -250,7 +250,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, before = list(sys.path), None
     # rounds over a network are reported by log messages
     package, handler = __package__.partition(".")[0], _LogHandler()
-    loggers = [logging.getLogger(f"{package}.{room}") for room in ("cli", "engines", "network", "simulation")]
+    loggers = [
+        logging.getLogger(f"{package}.{room}")
+        for room in ("cli", "config", "engines", "network", "simulation")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.INFO)

@@ -27,7 +27,7 @@ from ..network.deploy.processes import SuperLink, SuperNode
 from ..network.deploy.supervise import supervise
 from ..network.drive import clients_of
 from ..simulation.run_folder import RunFolder
-from .run_summary import show_run
+from .one_run import read_one, show_run
 from .terminal import say
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def _flower() -> Any:
 
 def read_experiment(file: Path, overrides: Sequence[str], method: str | None) -> ExperimentConfig:
     """Read an experiment of which a network runs one method."""
-    experiment = ExperimentConfig.read(file, overrides, method)
-    return _choose_method(experiment, experiment.choose_method(method))
+    return _choose_method(*read_one(file, overrides, method))
 
 
 def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..config.comparison import PlannedRun, find_changes, plan_runs, refuse_conflicts
 from ..config.experiment import ExperimentConfig
+from ..config.merging import LaidTables
 from ..config.tune_section import TuneSettings
 from ..config.tuning import (
     TUNED,
@@ -19,6 +20,7 @@ from ..config.tuning import (
     settings_of,
     tuned_experiment,
 )
+from ..config.unread import COMPARED, refuse_unread
 from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_checkpoint_error, write_atomically
 from ..report.text_table import to_rich
@@ -29,6 +31,8 @@ from .commands import run_planned, show_failures, write_comparison
 from .parallel import Outcome
 from .terminal import OUT
 
+SEEDS = "the seeds are those of [tune]. Write tune.seeds=[...] and tune.test_seeds=[...]."
+
 
 def tune(
     file: Path, overrides: Sequence[str], jobs: int, out: Path | None, target: float | None, force: bool
@@ -36,7 +40,15 @@ def tune(
     """Tune every method of an experiment on its grid, and compare the choices on other seeds."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
-    experiment = ExperimentConfig.read(file, overrides)
+    laid = LaidTables.read(file, overrides)
+    experiment = ExperimentConfig.parse_laid(laid)
+    experiment.refuse_unread(laid, experiment.compared_methods)
+    unread = {
+        "seeds": SEEDS,
+        "run.seed": SEEDS,
+        **({"method": COMPARED["method"]} if experiment.compare else {}),
+    }
+    refuse_unread(laid, unread)
     out = out or Path("runs") / f"{experiment.name}{TUNED}"
     tuned = tune_experiment(experiment, out, jobs, force)
     if tuned is None:

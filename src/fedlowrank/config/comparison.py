@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ..core.errors import CheckpointError, ConfigError
 from ..simulation.records import RunRecord
 from ..simulation.run_folder import RunFolder
 from .experiment import ExperimentConfig
-from .merging import merge_tables, parse_override, parse_value, parse_variation
+from .merging import LaidTables, parse_value, parse_variation
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,36 @@ class PlannedRun:
     folder: Path
 
 
+def read_varied(laid: LaidTables, vary: Sequence[str], methods: Sequence[str]) -> ExperimentConfig:
+    """Parse an experiment at the first of the values that are varied, for they may choose a kind.
+
+    Args:
+        laid: tables of the experiment and overrides.
+        vary: what is varied; empty for what the experiment says.
+        methods: that will run; empty for those that the experiment compares.
+
+    Raises:
+        ConfigError: if something is wrong, or nothing reads an override.
+    """
+    tables = laid.merge()
+    own: Any = tables.get("vary", [])
+    chosen = vary or ([own] if isinstance(own, str) else own)
+    if isinstance(chosen, list) and all(isinstance(text, str) for text in chosen):
+        first = list_combinations(chosen)[0]
+        laid = _join_varied(laid, first)
+    asked = methods[0] if methods else None
+    experiment = ExperimentConfig.parse_laid(laid, asked, methods)
+    experiment.refuse_unread(laid, methods or experiment.compared_methods)
+    return experiment
+
+
 def plan_runs(
-    experiment: ExperimentConfig, methods: Sequence[str], seeds: Sequence[int], vary: Sequence[str], out: Path
+    experiment: ExperimentConfig,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    vary: Sequence[str],
+    out: Path,
+    laid: LaidTables | None = None,
 ) -> list[PlannedRun]:
     """List all runs of a comparison, every setting checked; those of one experiment follow each other.
 
@@ -43,23 +71,36 @@ def plan_runs(
         seeds: of the runs.
         vary: each ``section.field=v1,v2,...``; of several, every combination is run.
         out: folder of the run folders.
+        laid: tables and overrides that the experiment was read from, to which the values of each run are
+            added; by default the experiment as it prints itself.
 
     Raises:
         ConfigError: if a value or a name is wrong.
     """
-    found = []
+    found, laid = [], laid or LaidTables(experiment.to_dict())
     for texts in list_combinations(vary):
         label = "".join(f"-{field.rpartition('.')[2]}={text}" for field, text in texts.items())
         values = {field: parse_value(text) for field, text in texts.items()}
         for seed in seeds:
-            changed: dict[str, Any] = {}
-            for text in (*(f"{field}={value}" for field, value in texts.items()), f"run.seed={seed}"):
-                merge_tables(changed, parse_override(text))
-            one = experiment.overlay(changed)
+            one = _join_varied(laid, texts).join([f"run.seed={seed}"])
+            planned = experiment.parse_laid(one, methods[0], methods, experiment.allow_code)
             for name in methods:
-                one.build_method(name)
-                found.append(PlannedRun(one, name, values, out / f"{name}{label}-s{seed}"))
+                planned.build_method(name)
+                found.append(PlannedRun(planned, name, values, out / f"{name}{label}-s{seed}"))
     return found
+
+
+def _join_varied(laid: LaidTables, texts: Mapping[str, str]) -> LaidTables:
+    """Add the values of one run; a ConfigError where an override sets one of the varied fields."""
+    for field in texts:
+        if field == "run.seed":
+            raise ConfigError("run.seed cannot be varied: name the seeds by --seeds, such as --seeds 0,1")
+        if laid.overrides_field(field):
+            raise ConfigError(
+                f"{field}: nothing reads this override, for the field is varied. Leave it out, or vary it over "
+                f"other values by --vary {field}=..."
+            )
+    return laid.join([f"{field}={value}" for field, value in texts.items()])
 
 
 def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:

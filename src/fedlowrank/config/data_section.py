@@ -17,7 +17,8 @@ from ..data.shakespeare import Shakespeare
 from ..data.sources import SOURCES
 from ..data.synthetic import LowRankTeacher, Synthetic
 from ..data.text.sources import TEXT_SOURCES
-from .parsing import build, build_tagged, print_fields, print_tagged
+from .merging import DEFAULT_TAGS
+from .parsing import build, build_tagged, print_fields, print_tagged, refuse_misspelled_tag
 
 T = TypeVar("T")
 
@@ -72,10 +73,19 @@ class DataSettings:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"data must be a table of fields, not {values!r}")
-        name, shared = str(values.get("source", "digits")), {f.name for f in dataclasses.fields(Preparation)}
+        refuse_misspelled_tag(values, "data", "source")
+        name, shared = (
+            str(values.get("source", DEFAULT_TAGS["data"])),
+            {f.name for f in dataclasses.fields(Preparation)},
+        )
         if name in TEXT_SOURCES and not language:
             raise ConfigError(
                 f"data.source {name!r} is text, which needs a section [language] with the path of a model"
+            )
+        if language and name in SOURCES:
+            raise ConfigError(
+                f"data.source {name!r} gives no texts, and the section [language] adapts a language model to "
+                f"texts. Set data.source to one of {', '.join(TEXT_SOURCES)}, or leave [language] out"
             )
         if ":" in name:
             raise ConfigError(
@@ -83,7 +93,8 @@ class DataSettings:
                 'and client) and set source = "arrays", or pass its arrays to Federation.from_arrays in Python.'
             )
         own = {key: value for key, value in values.items() if key not in shared}
-        source = build_tagged(TEXT_SOURCES if language else SOURCES, own, "data", "digits", "source")
+        known = TEXT_SOURCES if language else SOURCES
+        source = build_tagged(known, own, "data", DEFAULT_TAGS["data"], "source", sorted(shared))
         return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
 
     def to_dict(self, short: bool) -> dict[str, Any]:

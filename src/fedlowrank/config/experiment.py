@@ -10,6 +10,7 @@ from typing import Any
 
 import pydantic
 from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.method import Method
@@ -28,16 +29,26 @@ from ..simulation.settings import RunSettings
 from .assembly import Shares, assemble, load_language, share_data
 from .data_section import DataSettings
 from .lora_section import LoraSettings, PeftSettings
-from .merging import format_toml, merge_tables, read_tables
+from .merging import DEFAULT_TAGS, LaidTables, format_toml, merge_tables
 from .network_settings import NetworkSettings
-from .parsing import build, build_tagged, config_error, print_fields, print_tagged
+from .parsing import (
+    CONFIG_ERROR,
+    build,
+    build_tagged,
+    classes_in,
+    config_error,
+    print_fields,
+    print_tagged,
+    refuse_booleans,
+)
 from .reference import Reference
 from .tune_section import TuneSettings
+from .unread import refuse_unread_methods
 
 TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
-    "partition": (PARTITIONS, "iid"),
-    "split": (SPLITS, "local"),
-    "concept": (CONCEPTS, "none"),
+    "partition": (PARTITIONS, DEFAULT_TAGS["partition"]),
+    "split": (SPLITS, DEFAULT_TAGS["split"]),
+    "concept": (CONCEPTS, DEFAULT_TAGS["concept"]),
 }
 """Sections whose entry ``kind`` chooses among several dataclasses: these, and the default."""
 
@@ -131,6 +142,13 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if a section, a name or a field is wrong.
         """
+        if unknown := [name for name in tables if name not in cls.model_fields]:
+            # first, for a section may be missed elsewhere because its name is misspelled
+            lines = [
+                f"there is no section {n!r}. {did_you_mean(n, ['extends', *cls.model_fields])}"
+                for n in unknown
+            ]
+            raise ConfigError("\n".join(lines))
         try:
             return cls.model_validate(dict(tables), context={"allow_code": allow_code, "method": method})
         except pydantic.ValidationError as error:
@@ -150,7 +168,31 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if it cannot be read, or something in it is wrong.
         """
-        return cls.parse(read_tables(Path(path), overrides), method=method)
+        return cls.parse_laid(LaidTables.read(Path(path), overrides), method)
+
+    @classmethod
+    def parse_laid(
+        cls, laid: LaidTables, method: str | None = None, methods: Sequence[str] = (), allow_code: bool = True
+    ) -> ExperimentConfig:
+        """Parse tables with overrides laid over them, of which something must read each.
+
+        Args:
+            laid: the tables and overrides.
+            method: see :meth:`parse`.
+            methods: that will run; by default this method or those that the experiment names.
+            allow_code: see :meth:`parse`.
+
+        Raises:
+            ConfigError: if something is wrong, or nothing reads an override.
+        """
+        made = cls.parse(laid.merge(), allow_code, method)
+        made.refuse_unread(laid, methods or ([method] if method else made.named_methods))
+        return made
+
+    def refuse_unread(self, laid: LaidTables, names: Sequence[str]) -> None:
+        """Refuse overrides of methods other than the named ones; see :mod:`.unread`."""
+        given = {name: own.model_extra or {} for name, own in self.methods.items()}
+        refuse_unread_methods(laid.overrides, given, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment with nested tables laid over it."""
@@ -177,7 +219,8 @@ class ExperimentConfig(pydantic.BaseModel):
     def _choose(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """Choose the dataclass of a section by its tag, or by whether there is a language model."""
         section, language = str(info.field_name), info.data.get("language") is not None
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) or (section in ("data", "lora") and "language" not in info.data):
+            # where [language] is wrong, that is said, and what depends on it cannot be judged
             return value
         if section == "data":
             return DataSettings.parse(value, language)
@@ -186,6 +229,20 @@ class ExperimentConfig(pydantic.BaseModel):
             return build(kind, value, section)
         known, default = TAGGED[section]
         return build_tagged(known, value, section, default)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _collect(
+        cls, value: Any, check: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo
+    ) -> Any:
+        """Hand errors of a section to pydantic, which collects those of all sections in their order."""
+        name = str(info.field_name)
+        try:
+            for section in classes_in(cls.model_fields[name].annotation) if name not in TAGGED else ():
+                refuse_booleans(section, value, name)
+            return check(value)
+        except ConfigError as error:
+            raise PydanticCustomError(CONFIG_ERROR, "{text}", {"text": str(error)}) from error
 
     @field_serializer("data", "partition", "split", "concept", "lora")
     def _print(self, value: Any, info: pydantic.FieldSerializationInfo) -> dict[str, Any]:
@@ -217,6 +274,11 @@ class ExperimentConfig(pydantic.BaseModel):
         return self
 
     @property
+    def allow_code(self) -> bool:
+        """Whether names of the user's own Python code are accepted; see :meth:`parse`."""
+        return self._allow_code
+
+    @property
     def code(self) -> tuple[str, ...]:
         """Names of the user's own Python code, ``module:attribute``."""
         methods = (self.method, *self.compare, *self.methods, *(m.method for m in self.methods.values()))
@@ -228,6 +290,11 @@ class ExperimentConfig(pydantic.BaseModel):
     def compared_methods(self) -> list[str]:
         """Methods that ``compare`` runs unless its options name others."""
         return list(self.compare) or [self.method or DEFAULT_METHOD]
+
+    @property
+    def named_methods(self) -> list[str]:
+        """The methods that the experiment names to run or to compare."""
+        return list(dict.fromkeys([*([self.method] if self.method else []), *self.compared_methods]))
 
     @property
     def default_method(self) -> str:

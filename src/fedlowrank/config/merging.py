@@ -2,46 +2,103 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
+from .toml_files import advise_path, find_escaped_path, read_toml
+
+logger = logging.getLogger(__name__)
+
+
+DEFAULT_TAGS: Mapping[str, str] = {
+    "partition": "iid",
+    "split": "local",
+    "concept": "none",
+    "data": "digits",
+    "schedule": "constant",
+    "privacy": "none",
+    "attack": "none",
+    "form": "auto",
+}
+"""The ``kind`` or ``source`` of a table that names none, by the name of the table; that of optimizers is sgd."""
+
+
+@dataclass(frozen=True)
+class LaidTables:
+    """Tables of an experiment, and the overrides that are laid over them, all at once and in any order.
+
+    Attributes:
+        tables: of the file and those that it extends.
+        overrides: nested tables of all overrides; no field is in them twice.
+    """
+
+    tables: Mapping[str, Any]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> LaidTables:
+        """Read an experiment file and overrides.
+
+        Args:
+            path: of a TOML file.
+            overrides: ``section.field=value``, the value in TOML or else a string.
+
+        Raises:
+            ConfigError: if a file is missing or is not TOML, or an override has another form or contradicts
+                another one.
+        """
+        return cls(_read_file(path, ()), parse_overrides(overrides))
+
+    def join(self, overrides: Sequence[str]) -> LaidTables:
+        """Add overrides; one that contradicts another one is a ConfigError."""
+        joined = copy.deepcopy(dict(self.overrides))
+        for text in overrides:
+            _join(joined, parse_override(text), "")
+        return LaidTables(self.tables, joined)
+
+    def overrides_field(self, name: str) -> bool:
+        """Whether an override sets a field, given by its dotted name, or a part of it."""
+        found: Any = self.overrides
+        for part in name.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return False
+            found = found[part]
+        return True
+
+    def merge(self) -> dict[str, Any]:
+        """Merge the tables with the overrides laid over them, unchecked; log what these discard."""
+        merged = _expand_grids(self.tables)
+        for path, old in merge_tables(merged, _expand_grids(self.overrides)).items():
+            if lost := [
+                f"{name} = {value!r}" for name, value in old.items() if name not in ("kind", "source")
+            ]:
+                logger.info(
+                    f"another kind of {path} is chosen: of the file, {', '.join(lost)} no longer holds"
+                )
+        return merged
 
 
 def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read an experiment file, the files it extends, and overrides.
-
-    Args:
-        path: of a TOML file.
-        overrides: ``section.field=value``, the value in TOML or else a string.
+    """Read an experiment file, the files it extends, and overrides; see :class:`LaidTables`.
 
     Returns:
         The merged tables, unchecked.
-
-    Raises:
-        ConfigError: if a file is missing or is not TOML, or an override has another form.
     """
-    merged = _read_file(path, ())
-    for text in overrides:
-        merge_tables(merged, parse_override(text))
-    return merged
+    return LaidTables.read(path, overrides).merge()
 
 
 def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in above:
         raise ConfigError(f"{path} extends itself")
-    try:
-        found = tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no experiment file {path}") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} is not a TOML file that can be read: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} nests arrays or tables too deeply to be read; write it flatter") from error
+    found = read_toml(path)
     base = found.pop("extends", None)
     if base is None:
         return found
@@ -50,32 +107,120 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     return merged
 
 
-def merge_tables(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Lay nested tables over others, in place; one that changes its ``kind`` or ``source`` starts afresh."""
+def merge_tables(
+    into: dict[str, Any], new: Mapping[str, Any], path: str = ""
+) -> dict[str, Mapping[str, Any]]:
+    """Lay nested tables over others, in place; one that changes its ``kind`` or ``source`` starts afresh.
+
+    Args:
+        into: the tables below.
+        new: the tables above.
+        path: of both.
+
+    Returns:
+        The tables that start afresh as they were before, by their path.
+    """
+    afresh: dict[str, Mapping[str, Any]] = {}
     for key, value in new.items():
-        old = into.get(key)
-        tags = [t for t in ("kind", "source") if isinstance(value, Mapping) and t in value]
-        if isinstance(old, dict) and isinstance(value, Mapping) and all(old.get(t) == value[t] for t in tags):
-            merge_tables(old, value)
+        old, here = into.get(key), f"{path}.{key}" if path else key
+        if not isinstance(old, dict) or not isinstance(value, Mapping):
+            into[key] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
+        elif _changes_tag(key, old, value):
+            into[key], afresh[here] = copy.deepcopy(dict(value)), old
         else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+            afresh |= merge_tables(old, value, here)
+    return afresh
+
+
+def _changes_tag(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a table becomes one of another kind; a list of kinds, as in a grid, is a value like any other."""
+    default = "sgd" if name.endswith("optimizer") else DEFAULT_TAGS.get(name)
+    tags = [tag for tag in ("kind", "source") if isinstance(new.get(tag), str)]
+    return any(old.get(tag, default) != new[tag] for tag in tags)
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Turn overrides into nested tables, equal for any order of them.
+
+    Raises:
+        ConfigError: if one is not of the form ``a.b.c=value``, or two give one field different values.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        _join(found, parse_override(text), "")
+    return found
+
+
+def _expand_grids(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy tables with the dotted fields of ``[tune]`` as nested tables, so that either form overrides the other."""
+    found = copy.deepcopy(dict(tables))
+    tune = found.get("tune")
+    if isinstance(tune, dict):
+        if isinstance(tune.get("grid"), dict):
+            tune["grid"] = join_fields(tune["grid"])
+        methods = tune.get("methods")
+        if isinstance(methods, dict):
+            tune["methods"] = {
+                n: join_fields(own) if isinstance(own, dict) else own for n, own in methods.items()
+            }
+    return found
+
+
+def join_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn values by dotted field into nested tables; a field that has two values is a ConfigError."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = value
+        for part in reversed(name.split(".")):
+            nested = {part: nested}
+        _join(found, nested, "")
+    return found
+
+
+def _join(into: dict[str, Any], new: Mapping[str, Any], path: str) -> None:
+    """Add nested tables to others in which no field may have another value."""
+    for key, value in new.items():
+        here = f"{path}.{key}" if path else key
+        if key not in into:
+            into[key] = copy.deepcopy(value)
+        elif isinstance(into[key], dict) and isinstance(value, Mapping):
+            _join(into[key], value, here)
+        elif (type(into[key]), into[key]) != (type(value), value):
+            raise ConfigError(
+                f"{here} is given twice, as {into[key]!r} and as {value!r}; leave one of them out"
+            )
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Turn ``a.b.c=value`` into nested tables.
+    """Turn ``a.b.c=value`` into nested tables; a part of the name may be quoted, as ``a."b.c"``.
 
     Raises:
         ConfigError: if there is no ``=`` or no name.
     """
     name, sign, value = text.partition("=")
-    parts = name.strip().split(".")
+    parts = _split_name(name.strip())
     if not sign or not all(parts):
         raise ConfigError(f"{text!r} is not of the form section.field=value, such as run.rounds=20")
-    found: Any = parse_value(value.strip())
+    found: Any = parse_value(value.strip(), name.strip())
     for part in reversed(parts):
         found = {part: found}
     result: dict[str, Any] = found
     return result
+
+
+def _split_name(name: str) -> list[str]:
+    """The parts of a dotted name; quoted as in TOML, or else whatever stands between the dots."""
+    if '"' not in name and "'" not in name:
+        return name.split(".")
+    try:
+        found: Any = tomllib.loads(f"{name} = 0")
+    except tomllib.TOMLDecodeError:
+        return name.split(".")
+    parts = []
+    while isinstance(found, dict):
+        ((part, found),) = found.items()
+        parts.append(part)
+    return parts
 
 
 def parse_variation(text: str) -> tuple[str, list[str]]:
@@ -90,14 +235,31 @@ def parse_variation(text: str) -> tuple[str, list[str]]:
     return name.strip(), [value.strip() for value in values.split(",")]
 
 
-def parse_value(text: str) -> Any:
-    """Parse a TOML value; what is none is a string, so that strings need no quotes."""
+def parse_value(text: str, name: str = "value") -> Any:
+    """Parse a TOML value; what is none is a string, so that strings need no quotes.
+
+    Args:
+        text: of the value.
+        name: of the field, for messages.
+
+    Raises:
+        ConfigError: if the text begins a quoted string and is none, or nests too deeply.
+    """
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            raise ConfigError(f"{name}={text} is no text of TOML. {advise_path(text[1:-1])}") from error
         return text
     except RecursionError as error:
         raise ConfigError(f"the value {text[:40]}... nests arrays too deeply; write it flatter") from error
+    value = found.pop("v")
+    if found:
+        # a line break in the text began another entry
+        return text
+    if isinstance(value, str) and (wrong := find_escaped_path(value)):
+        raise ConfigError(f"{name}={text} {wrong}")
+    return value
 
 
 def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:

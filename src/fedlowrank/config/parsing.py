@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import pydantic
@@ -17,6 +17,9 @@ from ..core.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 Kinds: TypeAlias = Mapping[str, type[Any]]
 """The dataclasses among which a table chooses, by the value of its tag."""
+
+CONFIG_ERROR = "config_error"
+"""Type of an error of pydantic whose text is already that of a ConfigError."""
 
 _ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
 
@@ -35,6 +38,7 @@ def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | N
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
+    refuse_booleans(cls, values, path)
     try:
         found: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
@@ -42,7 +46,9 @@ def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | N
     return found
 
 
-def build_tagged(known: Kinds, values: Any, path: str, default: str, tag: str = "kind") -> Any:
+def build_tagged(
+    known: Kinds, values: Any, path: str, default: str, tag: str = "kind", also: Sequence[str] = ()
+) -> Any:
     """Make one of several dataclasses, chosen by the table's tag, from a table.
 
     Args:
@@ -51,16 +57,68 @@ def build_tagged(known: Kinds, values: Any, path: str, default: str, tag: str = 
         path: of the table, for messages.
         default: the tag of a table that has none.
         tag: name of the entry that chooses.
+        also: further fields of the same table, which are read elsewhere.
 
     Raises:
         ConfigError: if there is no such tag, or a field is wrong.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
-    name = str(values.get(tag, default))
+    refuse_misspelled_tag(values, path, tag)
+    name, fields = str(values.get(tag, default)), {n: _field_names(cls) for n, cls in known.items()}
     if name not in known:
         raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, known)}")
+    for key in values:
+        if key == tag or key in fields[name]:
+            continue
+        if others := [other for other in known if key in fields[other]]:
+            raise ConfigError(
+                f"{path}.{key}: there is no such field of {tag} {name!r}; it is one of "
+                f"{', '.join(map(repr, others))}. Set {path}.{tag}={others[0]}, or leave it out."
+            )
+        if also or not fields[name]:
+            near = did_you_mean(key, [tag, *fields[name], *also])
+            raise ConfigError(f"{path}.{key}: there is no such field of {tag} {name!r}. {near}")
     return build(known[name], {key: value for key, value in values.items() if key != tag}, path)
+
+
+def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> None:
+    """Refuse a table without a tag where one of its keys is nearly that; the default tag misjudges the rest."""
+    if tag not in values and (near := difflib.get_close_matches(tag, values, n=1, cutoff=0.75)):
+        raise ConfigError(
+            f"{path}.{near[0]}: there is no such field. Did you mean {path}.{tag}={values[near[0]]}?"
+        )
+
+
+def refuse_booleans(cls: type[Any], values: Any, path: str) -> None:
+    """Refuse true and false where a number is needed; pydantic takes them for 1 and 0.
+
+    Args:
+        cls: a dataclass or pydantic model.
+        values: its table; of another form it is left to pydantic.
+        path: of the table, for messages.
+    """
+    if not isinstance(values, Mapping):
+        return
+    hints = typing.get_type_hints(cls)
+    for name in _field_names(cls):
+        value, kinds = values.get(name), set(_plain_types(hints[name]))
+        numbers = kinds & {int, float} if bool not in kinds else set()
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, bool) and numbers:
+                kind = "integer" if float not in numbers else "number"
+                raise ConfigError(f"{path}.{name}: input should be a valid {kind}; it is {item!r}")
+        for inner in classes_in(hints[name]):
+            refuse_booleans(inner, value, f"{path}.{name}")
+
+
+def _plain_types(hint: Any) -> Iterator[Any]:
+    """The types that a type is made of, as ``int`` and ``None`` of ``tuple[int, ...] | None``."""
+    inner = typing.get_args(hint)
+    if not inner or typing.get_origin(hint) is typing.Literal:
+        yield hint
+    for one in inner if typing.get_origin(hint) is not typing.Literal else ():
+        yield from _plain_types(one)
 
 
 def print_tagged(known: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
@@ -102,6 +160,8 @@ def config_error(
 
 def _explain(cls: type[Any], above: int, error: Any, elsewhere: Mapping[str, str]) -> str:
     given, context, kind = error["input"], error.get("ctx", {}), error["type"]
+    if kind == CONFIG_ERROR:
+        return str(context["text"])
     *parents, name = error["loc"]
     shown, owners = _locate(cls, parents[above:])
     table = ".".join(map(str, parents[:above]))

@@ -16,7 +16,7 @@ from ..core.errors import ConfigError
 from ..simulation.records import RoundRecord, RunRecord
 from .comparison import PlannedRun
 from .experiment import ExperimentConfig, MethodSettings
-from .merging import merge_tables
+from .merging import join_fields, merge_tables
 from .parsing import print_fields
 from .tune_section import TuneSettings
 
@@ -143,18 +143,11 @@ def lay_values(experiment: ExperimentConfig, name: str, values: Mapping[str, Any
     own = experiment.methods.get(name, MethodSettings()).model_extra or {}
     given, method = {**experiment.defaults, **own}, experiment.build_method(name)
     found: dict[str, Any] = {}
-    # another kind starts a table afresh, so it comes before the fields of that kind
-    for field in sorted(values, key=lambda field: not field.endswith(".kind")):
-        top, *parts = field.split(".")
-        nested = values[field]
-        for part in reversed(parts):
-            nested = {part: nested}
-        if parts:
-            before = found.get(top, given.get(top, _default_table(getattr(method, top, None))))
-            found[top] = copy.deepcopy(before)
-            merge_tables(found, {top: nested})
-        else:
-            found[top] = nested
+    # all values of a table at once, for a kind and the fields of that kind belong together
+    for top, value in join_fields(values).items():
+        before = {top: copy.deepcopy(given.get(top, _default_table(getattr(method, top, None))))}
+        merge_tables(before, {top: value})
+        found[top] = before[top]
     return found
 
 

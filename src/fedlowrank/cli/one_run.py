@@ -1,0 +1,46 @@
+"""Commands that run one method: how they read the experiment, and what they print at the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config.experiment import ExperimentConfig
+from ..config.merging import LaidTables
+from ..config.unread import SEVERAL_RUNS, refuse_unread
+from ..report import comparison, render_terminal
+from ..simulation.records import RunRecord
+from .terminal import OUT
+
+
+def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[ExperimentConfig, str]:
+    """Read an experiment of which a command runs one method, and choose that; something reads each override.
+
+    Args:
+        file: of the experiment.
+        overrides: laid over it.
+        method: what the command line names, or None for what the file names.
+    """
+    laid = LaidTables.read(file, overrides)
+    experiment = ExperimentConfig.parse_laid(laid, method)
+    name = experiment.choose_method(method)
+    experiment.refuse_unread(laid, [name])
+    unread = {**SEVERAL_RUNS, "method": f"--method is {method}"} if method else dict(SEVERAL_RUNS)
+    if experiment.method or method:
+        unread["compare"] = (
+            f"the method that runs is {name}. Choose another one by --method, or use `fedlowrank compare`."
+        )
+    refuse_unread(laid, unread)
+    return experiment, name
+
+
+def show_run(folder: Path) -> int:
+    """Print what came of a run."""
+    record = RunRecord.load(folder)
+    OUT.print(render_terminal(comparison([record])))
+    if record.status.get("state") == "finished" and (message := record.status.get("message")):
+        OUT.print(f"finished after round {record.rounds[-1].round}; {message}")
+    OUT.print(f"run folder: {folder}")
+    OUT.print(f"`fedlowrank report {shlex.quote(str(folder))}` writes a page that defines every column.")
+    return 0

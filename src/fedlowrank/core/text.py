@@ -1,0 +1,36 @@
+"""Text in files that people write: its encoding, and where in a file something is wrong."""
+
+from __future__ import annotations
+
+import codecs
+
+_OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Byte order marks of other encodings; those of UTF-32 come first, for one begins with the one of UTF-16."""
+
+
+def decode_text(data: bytes) -> str:
+    """Decode the content of a text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        ValueError: if it is in another encoding or no text; the message says in which line, and what to do.
+    """
+    for mark, name in _OTHER_MARKS.items():
+        if data.startswith(mark):
+            raise ValueError(f"it is encoded in {name}. Save it in UTF-8")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
+        raise ValueError(
+            f"line {line} holds the byte 0x{byte:02x}, which is not UTF-8 ({chr(byte)!r} in Latin-1). Save "
+            "the file in UTF-8"
+        ) from error
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise ValueError(f"line {line} holds a zero byte, so it is no text in UTF-8. Save the file in UTF-8")
+    return text

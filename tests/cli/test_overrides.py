@@ -1,0 +1,219 @@
+"""Overrides hold in any order, all of them are read, and two that contradict each other are an error."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlowrank.cli.main import main
+from fedlowrank.config.comparison import plan_runs, read_varied
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.merging import LaidTables, parse_override
+from fedlowrank.config.tuning import lay_values
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.optimizer import AdamW, Group
+from fedlowrank.data.partition import Dirichlet
+from fedlowrank.simulation.records import RunRecord
+
+from .small import SMALL, done, files, refused, write
+
+Capsys = pytest.CaptureFixture[str]
+
+
+def read(*overrides: str, text: str = SMALL) -> ExperimentConfig:
+    return ExperimentConfig.read(write(Path(), text), overrides)
+
+
+def test_overrides_that_switch_kinds_hold_in_every_order() -> None:
+    texts = [
+        "partition.alpha=0.25",
+        "partition.kind=dirichlet",
+        "partition.clients=4",
+        "defaults.optimizer.kind=adamw",
+        "defaults.optimizer.beta1=0.5",
+    ]
+    for order in itertools.permutations(texts):
+        made = read(*order)
+        assert made.partition == Dirichlet(clients=4, alpha=0.25)
+        assert made.build_method("fedavg").optimizer == AdamW(beta1=0.5)
+
+
+def test_a_wrong_value_is_refused_in_every_order(capsys: Capsys) -> None:
+    texts = ["partition.alpha=-1", "partition.kind=dirichlet"]
+    for order in (texts, texts[::-1]):
+        for command in ("run", "compare", "data"):
+            assert "alpha" in refused(capsys, command, write(Path()), *order)
+    assert list(files(Path())) == ["small.toml"]
+
+
+def test_a_kind_that_the_file_has_by_default_keeps_its_table() -> None:
+    text = SMALL.replace('kind = "iid"\n', "").replace('kind = "sgd", lr', "lr")
+    made = read("partition.kind=iid", "defaults.optimizer.kind=sgd", text=text)
+    assert made.partition.clients == 3
+    assert made.build_method("fedavg").optimizer.lr == 0.1
+
+
+def test_another_kind_says_what_it_discards_of_the_file(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fedlowrank.config"):
+        read("partition.kind=dirichlet", "partition.alpha=0.5")
+    assert "another kind of partition is chosen: of the file, clients = 3 no longer holds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("run.rounds=1", "run.rounds=2"),
+        ("data.source=iris", "data.source=digits"),
+        ('defaults.optimizer={kind="adamw"}', "defaults.optimizer.kind=sgd"),
+        ("run=5", "run.rounds=2"),
+        ("run.keep_best=true", "run.keep_best=1"),
+    ],
+)
+def test_two_values_of_one_field_are_refused(first: str, second: str, capsys: Capsys) -> None:
+    for order in ((first, second), (second, first)):
+        assert "is given twice" in refused(capsys, "run", write(Path()), *order)
+
+
+def test_the_same_value_twice_and_a_table_with_more_of_its_fields() -> None:
+    made = read("run.rounds=7", "run.rounds=7", "run={ threads = 2 }", "run.patience=3")
+    assert (made.run.rounds, made.run.threads, made.run.patience) == (7, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "run.engine=wire", "--engine", "vectorized"], "run.engine is given twice"),
+        (["run", "run.log=[]", "--log", "wandb"], "run.log is given twice"),
+        (["run", "methods.fedprox.mu=1"], "methods.fedprox: nothing reads this override"),
+        (
+            ["run", "methods.standalone.epochs=2"],
+            "the methods that run are fedavg. Name standalone",
+        ),
+        (["run", "--method", "standalone", "methods.fedavg.epochs=2"], "methods.fedavg: nothing reads"),
+        (["run", "--method", "standalone", "method=fedavg"], "method: nothing reads this override"),
+        (["run", 'compare=["fedavg"]'], "compare: nothing reads"),
+        (["run", "seeds=[1]"], "Write run.seed"),
+        (["run", "vary=run.rounds=1,2"], "vary: nothing reads"),
+        (["run", "tune.rounds=2"], "tune: nothing reads"),
+        (["compare", "methods.fedprox.mu=1"], "methods.fedprox: nothing reads"),
+        (["compare", "methods.fedavgg.epochs=1"], "there is no method 'fedavgg'. Did you mean 'fedavg'?"),
+        (
+            ["compare", "--methods", "fedavg", "methods.standalone.epochs=2"],
+            "methods.standalone: nothing reads",
+        ),
+        (["compare", "--methods", "fedavg", 'compare=["fedavg"]'], "compare: nothing reads"),
+        (["compare", "method=fedavg"], "method: nothing reads"),
+        (["compare", "seeds=[1]", "--seeds", "2"], "seeds: nothing reads"),
+        (["compare", "run.seed=1", "--seeds", "2"], "run.seed: nothing reads"),
+        (["compare", "seeds=[1]", "run.seed=2"], "run.seed: nothing reads"),
+        (["compare", "--vary", "run.seed=1,2"], "run.seed cannot be varied"),
+        (["compare", "run.rounds=1", "--vary", "run.rounds=2,3"], "run.rounds: nothing reads this override"),
+        (["compare", "vary=run.rounds=1,2", "--vary", "run.rounds=2,3"], "vary: nothing reads"),
+        (["compare", "--vary", "methods.fedprox.mu=0.1,1"], "methods.fedprox: nothing reads"),
+        (["compare", "tune.rounds=2"], "tune: nothing reads"),
+        (["tune", "run.seed=2"], "run.seed: nothing reads this override: the seeds are those of [tune]"),
+        (["tune", "methods.fedprox.mu=1"], "methods.fedprox: nothing reads"),
+        (["data", "methods.fedprox.mu=1"], "methods.fedprox: nothing reads"),
+        (["run", "language.path=x"], "data.source 'iris' gives no texts"),
+        (["run", "partition.alpha=0.5"], "no such field of kind 'iid'; it is one of 'dirichlet'"),
+        (["run", "data.noises=1"], "data.noises: there is no such field of source 'iris'. Known: 'examples'"),
+        (["run", 'data.path="C:\\Users"'], "Write 'C:\\Users' in single quotes"),
+        (["run", 'data.path="C:\\new"'], "Write 'C:\\new' in single quotes"),
+    ],
+)
+def test_what_nothing_reads_is_refused(arguments: list[str], says: str, capsys: Capsys) -> None:
+    text = SMALL + "[tune]\nseeds = [7]\n"
+    command, *rest = arguments
+    assert says in refused(capsys, command, write(Path(), text), *rest)
+    assert list(files(Path())) == ["small.toml"]
+
+
+def test_a_default_that_every_method_has_its_own_value_of(capsys: Capsys) -> None:
+    file = write(Path(), SMALL + "[methods.fedavg]\nepochs = 2\n")
+    assert "Write methods.fedavg.epochs" in refused(capsys, "run", file, "defaults.epochs=3")
+    # the other method of the comparison reads it
+    made = read("defaults.epochs=3", text=Path(file).read_text())
+    assert [made.build_method(name).epochs for name in ("fedavg", "standalone")] == [2, 3]
+
+
+def test_a_variant_does_not_read_the_table_of_its_method(capsys: Capsys) -> None:
+    text = SMALL.replace('method = "fedavg"', 'method = "far"') + '[methods.far]\nmethod = "fedprox"\n'
+    assert "or set methods.far" in refused(capsys, "run", write(Path(), text), "methods.fedprox.mu=1")
+    assert read("methods.far.mu=0.5", text=text).build_method("far").mu == 0.5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_variations_join_the_overrides(order: int) -> None:
+    file = Path(write(Path()))
+    overrides = ["partition.clients=4", "partition.alpha=0.5"]
+    laid = LaidTables.read(file, overrides[::order])
+    vary = ["partition.kind=dirichlet", "run.rounds=1,2"][::order]
+    base = read_varied(laid, vary, ())
+    runs = plan_runs(base, ["fedavg"], [0, 1], vary, Path("out"), laid)
+    assert len(runs) == 4
+    for run in runs:
+        assert run.experiment.partition == Dirichlet(clients=4, alpha=0.5)
+        assert run.experiment.run.rounds == run.vary["run.rounds"]
+    assert sorted(run.experiment.run.seed for run in runs) == [0, 0, 1, 1]
+
+
+def test_a_grid_takes_overrides_of_single_fields() -> None:
+    text = SMALL + '[tune.grid.optimizer]\nlr = [0.1, 0.3]\nkind = ["sgd", "adamw"]\n'
+    tune = read('tune.grid.optimizer.kind=["adamw"]', text=text).tune
+    assert tune is not None
+    assert tune.grid_of("fedavg") == {"optimizer.lr": [0.1, 0.3], "optimizer.kind": ["adamw"]}
+    text = SMALL + '[tune.grid]\n"optimizer.lr" = [0.1, 0.3]\nepochs = [1]\n'
+    for name in ('tune.grid."optimizer.lr"', "tune.grid.optimizer.lr"):
+        tune = read(f"{name}=[0.5]", text=text).tune
+        assert tune is not None
+        assert tune.grid_of("fedavg") == {"optimizer.lr": [0.5], "epochs": [1]}
+
+
+def test_a_grid_that_names_a_field_twice() -> None:
+    tables = tomllib.loads(SMALL)
+    grid = {"optimizer.lr": [0.1], "optimizer": {"lr": [0.3]}}
+    with pytest.raises(ConfigError, match=r"tune\.grid\.optimizer\.lr is in the grid twice"):
+        ExperimentConfig.parse({**tables, "tune": {"grid": grid}})
+
+
+def test_a_setting_of_a_grid_is_laid_over_in_every_order() -> None:
+    made = read()
+    values: list[tuple[str, Any]] = [("optimizer.kind", "adamw"), ("optimizer.beta1", 0.5), ("epochs", 2)]
+    for order in itertools.permutations(values):
+        tables = {"methods": {"fedavg": lay_values(made, "fedavg", dict(order))}}
+        method = made.overlay(tables).build_method("fedavg")
+        assert (method.optimizer, method.epochs) == (AdamW(beta1=0.5), 2)
+
+
+def test_resume_reads_every_override(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), "run.rounds=1", "-o", "r")
+    for text, says in (
+        ("method=standalone", "method: nothing reads"),
+        ("methods.standalone.epochs=2", "methods.standalone: nothing reads"),
+        ("seeds=[1]", "seeds: nothing reads"),
+    ):
+        assert says in refused(capsys, "resume", "r", text)
+    assert "given twice" in refused(capsys, "resume", "r", "run.rounds=2", "run.rounds=3")
+    done(capsys, "resume", "r", "run.rounds=2", "run.threads=1")
+    assert len(RunRecord.load(Path("r")).rounds) == 3
+
+
+def test_names_may_be_quoted() -> None:
+    assert parse_override('methods."own.module:M".mu=1') == {"methods": {"own.module:M": {"mu": 1}}}
+    assert parse_override("methods.own:M.mu=1") == {"methods": {"own:M": {"mu": 1}}}
+    made = read("defaults.optimizer.groups.head/weight.lr=0.25")
+    assert made.build_method("fedavg").optimizer.groups == {"head/weight": Group(lr=0.25)}
+
+
+def test_a_line_break_in_a_value_hides_no_second_value() -> None:
+    assert parse_override("title=1\nb = 2") == {"title": "1\nb = 2"}
+
+
+def test_a_score_reads_every_override(capsys: Capsys) -> None:
+    arguments = ["score", "nowhere", "limit=1", "limit=2", "--task", "perplexity"]
+    assert main(arguments) == 1
+    assert "limit is given twice" in capsys.readouterr().err
