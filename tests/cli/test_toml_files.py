@@ -34,7 +34,7 @@ def test_what_editors_add_changes_nothing(data: bytes) -> None:
         (b'[data]\npath = ["\\\\server\\new"]', ("data.path", "in single quotes")),
         (SMALL.encode("utf-16"), ("UTF-16", "Save it in UTF-8")),
         (SMALL.encode("utf-32"), ("UTF-32",)),
-        (SMALL.encode("utf-16-le"), ("line 1 holds a zero byte",)),
+        (SMALL.encode("utf-16-le"), ("line 2 holds a zero byte",)),
         ('a = 1\ntitle = "caf\u00e9"'.encode("latin-1"), ("line 2", "0xe9", "'\u00e9' in Latin-1", "UTF-8")),
         ("a = 1\nname = \u201cx\u201d".encode(), ("line 2", "\u201c is a typographic quotation mark")),
         (b"a = 1\na = 2", ("line 2 (a = 2)", "twice")),

@@ -68,12 +68,12 @@ def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def explain_toml(text: str, error: tomllib.TOMLDecodeError) -> str:
     """What is wrong in words for a person, where that can be told from the line; else as tomllib says it."""
-    lines = text.replace("\r\n", "\n").split("\n")
+    lines = text.replace("\r\n", "\n").rstrip("\n").split("\n")
+    # the other place that tomllib names is the end of the document
     found = re.search(r"at line (\d+)", str(error))
-    if found is None:
-        return f"{error}"
-    line = lines[int(found[1]) - 1].strip()
-    where, what = f"line {found[1]} ({line}):", re.sub(r" \(at line .*\)$", "", str(error))
+    number = int(found[1]) if found else len(lines)
+    line = lines[min(number, len(lines)) - 1].strip()
+    where, what = f"line {number} ({line}):", re.sub(r" \(at .*\)$", "", str(error))
     key, _, value = (part.strip() for part in line.partition("="))
     bare = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", line)
     if quotes := [c for c in bare if c in _QUOTES]:
