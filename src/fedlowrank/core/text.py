@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import gzip
+from pathlib import Path
 
 _OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -34,3 +36,13 @@ def decode_text(data: bytes) -> str:
         line = text[: text.index("\0")].count("\n") + 1
         raise ValueError(f"line {line} holds a zero byte, so it is no text in UTF-8. Save the file in UTF-8")
     return text
+
+
+def explain_encoding(path: Path) -> str:
+    """Say why a file, maybe compressed by gzip, is no text in UTF-8; empty where it is."""
+    data = path.read_bytes()
+    try:
+        decode_text(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.choices import check_choices
 from ..core.errors import DataError, did_you_mean
+from ..core.text import explain_encoding
 from .dataset import Dataset, Examples
 from .files import check_file, expand_path
 
@@ -259,6 +260,8 @@ def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
             table = pandas.read_csv(file, sep=sep, decimal=decimal, skipinitialspace=True)
     except ImportError as error:
         raise DataError("reading Parquet needs pyarrow: pip install 'fedlowrank[huggingface]'") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {str(file)!r}: {explain_encoding(file) or error}") from error
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"cannot read {str(file)!r}: {error}") from error
     if not len(table):

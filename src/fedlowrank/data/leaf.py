@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..core.errors import DataError
+from ..core.text import decode_text
 from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import check_folder, expand_path
@@ -101,7 +102,7 @@ def _read_folder(folder: Path) -> UserData:
 def _read_file(file: Path) -> UserData:
     where = repr(str(file))
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(decode_text(file.read_bytes()))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {where} as JSON: {error}") from error
     if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= content.keys():

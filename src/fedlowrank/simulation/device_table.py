@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.text import explain_encoding
 from ..data.files import expand_path
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
     where = f"run.devices.file {file!r}"
     try:
         table = pd.read_csv(expand_path(file), dtype=str, keep_default_na=False, skipinitialspace=True)
+    except UnicodeDecodeError as error:
+        why = explain_encoding(Path(expand_path(file))) or error
+        raise ConfigError(f"{where} cannot be read as CSV: {why}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where} cannot be read as CSV: {error}") from error
     names = [str(name).strip() for name in table.columns]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core.errors import DataError, did_you_mean
+from ...core.text import explain_encoding
 from ..files import expand_path
 from ..hub import open_dataset
 
@@ -136,7 +137,8 @@ def _open_text(file: Path) -> Iterator[IO[str]]:
         with opener(file, "rt", encoding="utf-8-sig", newline="\n") as stream:
             yield stream
     except UnicodeDecodeError as error:
-        raise DataError(f"{str(file)!r} is not text in UTF-8: {error}.") from error
+        why = explain_encoding(file) or error
+        raise DataError(f"{str(file)!r} is not text in UTF-8: {why}.") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {str(file)!r}: {error}.") from error
 
