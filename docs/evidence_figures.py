@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from evidence_claims import Case, judge_claims
 from evidence_tables import (
     FIGURES,
@@ -163,7 +164,8 @@ def draw_claims(paper: str, path: Path) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("symlog", linthresh=2)
     found = [case.found for _, case in rows if case]
-    furthest = 140 * max(max(abs(one.low), abs(one.high)) for one in found)
+    # a difference without an interval has NaN for its ends
+    furthest = 140 * float(np.nanmax(np.abs([(one.mean, one.low, one.high) for one in found])))
     ticks = [sign * size for sign in (-1, 1) for size in (1, 2, 5, 10, 20, 50) if size < furthest]
     axes.set_xticks([0, *ticks], [f"{t}".replace("-", "−") for t in [0, *ticks]], fontsize=7)
     axes.grid(axis="x", color="0.93", lw=0.6)

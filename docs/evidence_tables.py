@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import sys
 import tomllib
@@ -256,13 +257,18 @@ def _rise(figures: pd.DataFrame, method: str, series: str | None) -> float:
 
 def _mean(values: pd.Series, digits: int) -> str:
     found = compare_over_seeds(values.to_numpy())
-    half = f" ± {(found.high - found.low) / 2:.{digits}f}" if found.n > 1 else ""
+    half = "" if math.isnan(found.low) else f" ± {(found.high - found.low) / 2:.{digits}f}"
     return f"{found.mean:.{digits}f}{half}"
 
 
 def format_difference(found: Difference, scale: float, digits: int) -> str:
-    """A difference with its interval; an end that rounds to zero keeps its sign, which a verdict may rest on."""
+    """A difference with its interval, if it has one.
+
+    An end that rounds to zero keeps its sign, which a verdict may rest on.
+    """
     mean = format_signed(f"{found.mean * scale:+.{digits}f}")
+    if math.isnan(found.low):
+        return mean
     return f"{mean} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]".replace("-", "−")
 
 

@@ -47,10 +47,25 @@ def test_over_clients_is_wilcoxon_with_a_bootstrap():
 def test_differences_without_spread():
     assert compare_over_seeds([0.0, 0.0])[:4] == (0, 0, 0, 1)
     assert compare_over_clients([0.0, 0.0, 0.0])[:4] == (0, 0, 0, 1)
-    assert compare_over_seeds([0.1, 0.1, 0.1])[1:4] == pytest.approx((0.1, 0.1, 0))
-    assert compare_over_clients([0.1] * 3).p == pytest.approx(2 / 2**3)  # the signs of three clients
+    for compare in (compare_over_seeds, compare_over_clients):
+        for n in (2, 3, 8):
+            # a last digit that differs is rounding, however small the difference is
+            for gaps in ([0.1] * n, [1e-6] * (n - 1) + [1e-6 + 1e-16], [-0.8 + 0.7] * n):
+                got = compare(gaps)
+                assert got.p == pytest.approx(stats.binomtest(n, n).pvalue), (compare, gaps)
+                assert math.isnan(got.low)
+                assert math.isnan(got.high)
     assert math.isnan(compare_over_seeds([0.1]).p)
     assert math.isnan(compare_over_clients([0.1]).high)
+
+
+def test_two_seeds_with_equal_differences_show_nothing(make_run):
+    runs = runs_of(make_run, a=[[0.75], [0.5]], b=[[0.625], [0.375]])
+    (said,) = findings_of(runs)
+    assert "No difference from b can be seen: +12.5 points, p = 0.5." in said
+    assert "Sign test over 2 seeds with equal differences, which give no interval." in said
+    row = rows_of(comparison(runs))[1]
+    assert (row["p_best_holm"], row["not_worse"]) == (0.5, 1)
 
 
 def test_holm_by_hand():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.special
 import sklearn.metrics
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torch import nn
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.simulation.client_metrics import METRICS as NAMES
-from fedlowrank.simulation.client_metrics import compute
+from fedlowrank.simulation.client_metrics import compute, log_odds
 from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
 from fedlowrank.simulation.run import Run
 
@@ -265,16 +266,104 @@ def test_scores_of_a_model_that_diverged_make_no_number() -> None:
         scores[3, 2] = bad
         for name in NAMED:
             assert math.isnan(compute(name, NAMES[name], scores, np.arange(CLASSES)) or 0)
+        scores[3] = -math.inf
+        assert math.isnan(compute("ece", NAMES["ece"], scores, np.arange(CLASSES)) or 0)
     # a probability of zero is none of them
     scores = np.where(np.eye(CLASSES) > 0, 0.0, -math.inf)
     assert compute("auroc", NAMES["auroc"], scores, np.arange(CLASSES)) == 1
 
 
-def test_ties_are_those_of_scikit_learn() -> None:
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def odds(s: np.ndarray) -> np.ndarray:
+    """Log-odds of each class against the others, column by column."""
+    others = [scipy.special.logsumexp(np.delete(s, c, axis=1), axis=1) for c in range(s.shape[1])]
+    return s - np.stack(others, axis=1)
+
+
+def cases() -> dict[str, Pair]:
+    """Scores and labels: usual ones, ties, saturated probabilities, storage types, classes without examples."""
     random = np.random.default_rng(0)
-    scores, y = random.integers(0, 3, (60, 3)).astype(float), random.integers(0, 3, 60)
-    p = probabilities(scores)
-    found = {name: compute(name, NAMES[name], scores, y) for name in ("auroc", "average_precision")}
-    assert found["auroc"] == pytest.approx(sklearn.metrics.roc_auc_score(y, p, multi_class="ovr"))
-    expected = sklearn.metrics.average_precision_score(np.eye(3)[y], p, average="macro")
-    assert found["average_precision"] == pytest.approx(expected)
+    y = random.integers(0, 5, 60)
+    usual = random.normal(size=(60, 5)) + np.eye(5)[y]
+    two = random.integers(0, 2, 40)
+    close = random.normal(size=(40, 2)) + np.eye(2)[two]
+    found = {
+        "usual": (usual, y),
+        "ties": (random.integers(0, 3, (60, 5)).astype(float), y),
+        "constant": (np.zeros((60, 5)), y),
+        "gaps of 40": (40 * usual, y),
+        "gaps of 750": (750 * usual, y),
+        "offset": (usual + 1e6 * random.normal(size=(60, 1)), y),
+        "absent classes": (usual, y % 2 + 1),
+        "two classes": (close, two),
+        "two classes, gaps of 750": (750 * close, two),
+        "two classes, ties": (np.round(close), two),
+    }
+    for type_ in (torch.bfloat16, torch.float16):
+        stored = (torch.from_numpy(40 * usual).to(type_).double().numpy(), y)
+        found[str(type_).removeprefix("torch.")] = stored
+    return found
+
+
+def mean_over_present(of: Callable[[Any, Any], float], s: np.ndarray, y: np.ndarray) -> float:
+    if s.shape[1] == 2:
+        return of(y, s[:, 1] - s[:, 0])
+    return float(np.mean([of(y == c, odds(s)[:, c]) for c in set(y.tolist())]))
+
+
+OF_SCIKIT_LEARN: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "macro_f1": lambda s, y: sklearn.metrics.f1_score(y, s.argmax(1), average="macro"),
+    "weighted_f1": lambda s, y: sklearn.metrics.f1_score(y, s.argmax(1), average="weighted"),
+    "balanced_accuracy": lambda s, y: sklearn.metrics.balanced_accuracy_score(y, s.argmax(1)),
+    "auroc": lambda s, y: mean_over_present(sklearn.metrics.roc_auc_score, s, y),
+    "average_precision": lambda s, y: mean_over_present(sklearn.metrics.average_precision_score, s, y),
+    "top3": lambda s, y: sklearn.metrics.top_k_accuracy_score(y, s, k=3, labels=range(s.shape[1])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true:UserWarning")
+@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("name", OF_SCIKIT_LEARN)
+def test_metrics_are_those_of_scikit_learn(name: str, case: str) -> None:
+    s, y = cases()[case]
+    if name == "top3" and s.shape[1] == 2:
+        return
+    assert compute(name, NAMES[name], s, y) == pytest.approx(OF_SCIKIT_LEARN[name](s, y), rel=1e-12)
+
+
+@pytest.mark.parametrize("gap", [1.0, 10.0])
+def test_auroc_ranks_beyond_the_rounding_of_probabilities(gap: float) -> None:
+    s, y = gap * np.array([[0, 40.0], [0, 50], [0, 38], [0, 60]]), np.array([0, 1, 0, 1])
+    # likewise of three classes, one of which no model takes for possible
+    for scores in (s, np.column_stack([s, [-1e3] * 4])):
+        for name in ("auroc", "average_precision"):
+            assert compute(name, NAMES[name], scores, y) == 1.0
+
+
+def test_equal_scores_in_another_order_are_a_tie() -> None:
+    random = np.random.default_rng(1)
+    row = random.normal(size=9)
+    # the score of class 0 stays, the others change places
+    s = np.stack([np.append(row[0], random.permutation(row[1:])) for _ in range(40)])
+    y = np.arange(40) % 2
+    of_class_0 = log_odds(s)[:, 0]
+    assert np.ptp(of_class_0) == 0
+    assert of_class_0[0] == pytest.approx(odds(s)[0, 0], rel=1e-12)
+    scores = np.stack([row, row])
+    assert compute("average_precision", NAMES["average_precision"], scores, np.array([0, 1])) == 0.5
+    assert compute("auroc", NAMES["auroc"], s[:, [0, 1, 2]] * 0, y) == 0.5
+
+
+def test_one_class_and_no_example_have_no_ranking() -> None:
+    for name in ("auroc", "average_precision"):
+        for width in (2, 4):
+            for label in (0, 1):
+                assert compute(name, NAMES[name], np.eye(width), np.full(width, label)) is None
+            assert compute(name, NAMES[name], np.zeros((0, width)), np.zeros(0, int)) is None
+
+
+def test_top3_counts_ties_as_scikit_learn_and_not_for_the_model() -> None:
+    s, y = np.zeros((12, 6)), np.arange(12) % 6
+    assert compute("top3", NAMES["top3"], s, y) == pytest.approx(3 / 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -97,14 +98,15 @@ def _describe_one(one: Versus, family: Family) -> str:
     sign = 1 if measure.is_loss else -1
     mean, low, high = sign * gap.mean, *sorted((sign * gap.low, sign * gap.high))
     p = format_p(one.p)
-    sure = f"{measure.format_interval(low, high)}, p {p if p.startswith('<') else f'= {p}'}"
+    interval = "" if math.isnan(low) else f" {measure.format_interval(low, high)}"
+    sure = f"{interval}, p {p if p.startswith('<') else f'= {p}'}"
     size = measure.format_short(abs(mean))
     if one.is_worse:
         text = f"{size} below {name}" if measure.is_loss else f"+{size} points over {name}"
-        return f"{text} {sure}."
+        return f"{text}{sure}."
     size = format_signed(f"{size if mean >= 0 else f'-{size}'}")
     text = f"{size} lower" if measure.is_loss else f"{'+' if mean > 0 else ''}{size} points"
-    return f"No difference from {name} can be seen: {text} {sure}."
+    return f"No difference from {name} can be seen: {text}{sure}."
 
 
 def _describe_test(family: Family) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,8 @@ def _difference(one: Group, best: Group, measure: Measure) -> Difference | None:
 
 
 def _name_test(gap: Difference) -> str:
+    if gap.n > 1 and math.isnan(gap.low):
+        return f"sign test over {gap.n} {gap.over} with equal differences, which give no interval"
     if gap.over == "seeds":
         return f"paired t-test over {gap.n} seeds, each the mean over its clients"
     return f"Wilcoxon signed-rank test and bootstrap interval over the {gap.n} clients of one seed"

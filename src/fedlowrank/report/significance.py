@@ -25,7 +25,7 @@ class Difference(NamedTuple):
     """A mean paired difference with its 95 % confidence interval and the p-value of "no difference"."""
 
     mean: float
-    low: float  # NaN if there are fewer than two pairs
+    low: float  # NaN if there are fewer than two pairs, or all differ by the same amount
     high: float
     p: float  # two-sided; NaN if there are fewer than two pairs
     n: int  # number of pairs
@@ -39,14 +39,16 @@ def compare_over_seeds(differences: ArrayLike) -> Difference:
         differences: of each seed, the mean difference over its clients, ``[seeds]``; at least one.
 
     Returns:
-        Interval and p-value from Student's t with n - 1 degrees of freedom.
+        Interval and p-value from Student's t with n - 1 degrees of freedom. Equal differences have no spread to
+        estimate, and t would be infinite: the p-value is then that of the exact sign test, 2 / 2ⁿ, and there is
+        no interval. If all are zero, p is 1 and the interval is zero.
     """
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())
     if len(x) < 2:
         return Difference(mean, math.nan, math.nan, math.nan, len(x), "seeds")
     if _is_constant(x):
-        return Difference(mean, mean, mean, 0.0 if mean else 1.0, len(x), "seeds")
+        return _without_spread(x, "seeds")
     found = stats.ttest_1samp(x, 0.0)
     low, high = found.confidence_interval(CONFIDENCE)
     return Difference(mean, float(low), float(high), float(found.pvalue), len(x), "seeds")
@@ -62,15 +64,16 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
 
     Returns:
         The interval is a percentile bootstrap of the mean with a generator of its own, so that equal values
-        give equal intervals. The p-value is from Wilcoxon's signed-rank test.
+        give equal intervals. The p-value is from Wilcoxon's signed-rank test. Equal differences are treated as
+        in :func:`compare_over_seeds`.
     """
     x = np.asarray(differences, dtype=np.float64)
     mean = float(x.mean())
     if len(x) < 2:
         return Difference(mean, math.nan, math.nan, math.nan, len(x), "clients")
-    p = float(stats.wilcoxon(x).pvalue) if np.any(x) else 1.0
     if _is_constant(x):
-        return Difference(mean, mean, mean, p, len(x), "clients")
+        return _without_spread(x, "clients")
+    p = float(stats.wilcoxon(x).pvalue)
     # One resample at a time in memory: a federation may have thousands of clients.
     low, high = stats.bootstrap(
         (x,), np.mean, n_resamples=RESAMPLES, batch=max(1, 10**6 // len(x)), method="percentile",
@@ -101,4 +104,14 @@ def correct_holm(p_values: Sequence[float]) -> list[float]:
 
 def _is_constant(x: Floats) -> bool:
     """Whether all values are equal but for rounding, so that their spread is no estimate."""
-    return bool(np.ptp(x) <= 1e-12 * np.abs(x).max())
+    # differences of numbers near 1 or 100 have rounding errors of 1e-16 or 1e-14, however small they are
+    return bool(np.ptp(x) <= max(1e-12, 1e-9 * np.abs(x).max()))
+
+
+def _without_spread(x: Floats, over: Over) -> Difference:
+    """The comparison of pairs that all differ by the same amount."""
+    mean, n = float(x.mean()), len(x)
+    # by the tolerance of the spread, so that rounding is no difference
+    if abs(mean) <= 1e-12:
+        return Difference(mean, mean, mean, 1.0, n, over)
+    return Difference(mean, math.nan, math.nan, 2.0 * 0.5**n, n, over)

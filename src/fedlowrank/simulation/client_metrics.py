@@ -1,8 +1,12 @@
 """Metrics besides accuracy and loss: named ones, and functions of the user's own.
 
 A metric is computed for each client, series and split from the model's scores on the client's own examples.
-Definitions are those of scikit-learn, where it has the metric; of the small sets that clients have, most of
-the time would go into its checks of arguments.
+Definitions are those of scikit-learn, where it has the metric: ``f1_score``, ``balanced_accuracy_score``,
+``roc_auc_score``, ``average_precision_score``, ``top_k_accuracy_score``, the root of ``mean_squared_error``,
+``mean_absolute_error``, and ``r2_score`` without its option ``force_finite``. Its functions are not called: on the
+small sets that clients have, most of the time would go into their checks of arguments. Two things differ. A metric
+that scikit-learn warns about or sets to a constant, such as AUROC of one class, is None. AUROC and average
+precision rank examples by :func:`log_odds`, because probabilities of confident models round to 0 and 1.
 """
 
 from __future__ import annotations
@@ -79,37 +83,69 @@ def _counts(scores: Floats, labels: Labels) -> tuple[Labels, Labels, Labels]:
     return hits, labeled, predicted
 
 
+def log_odds(scores: Floats) -> Floats:
+    """Log-odds ``[n, classes]`` of each class against all others: z_c - log Σ_j≠c exp(z_j).
+
+    They have the order of the softmax probabilities without rounding to 0 or 1. Rows with the same scores in
+    another order give the same numbers, so that ties stay ties.
+
+    Args:
+        scores: ``[n, classes]``, at least two classes; a row may hold minus infinity, but not alone.
+    """
+    ascending = np.sort(scores, axis=1)
+    largest = ascending[:, -1:]
+    powers = np.exp(scores - largest)
+    total = np.exp(ascending - largest).sum(axis=1, keepdims=True)
+    # the others of the largest score: a difference of sums would lose them
+    second = ascending[:, -2:-1]
+    finite = np.where(np.isfinite(second), second, 0.0)
+    others = np.exp(ascending[:, :-1] - finite).sum(axis=1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        of_largest = (largest - finite) - np.log(others)
+        is_largest = scores == largest
+        rest = np.log(np.where(is_largest, 1.0, total - powers))
+    return np.where(is_largest, of_largest, scores - largest - rest)
+
+
 def _one_versus_rest(
     of: Callable[[NDArray[np.bool_], Floats], float], scores: Floats, labels: Labels
 ) -> float | None:
-    """Mean over the classes present of a metric of each class against all others; None for one class."""
+    """Mean over the classes present of a metric of each class against all others; None for one class.
+
+    Of two classes, class 1 is the positive one.
+    """
     present = np.unique(labels)
     if len(present) < 2:
         return None
-    probabilities = softmax(scores)
-    return float(np.mean([of(labels == c, probabilities[:, c]) for c in present]))
+    if scores.shape[1] == 2:
+        return of(labels == 1, scores[:, 1] - scores[:, 0])
+    ranking = log_odds(scores)
+    return float(np.mean([of(labels == c, ranking[:, c]) for c in present]))
 
 
-def _area_under_roc(is_positive: NDArray[np.bool_], probability: Floats) -> float:
+def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Floats) -> float:
     """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
-    positive, negative = probability[is_positive], np.sort(probability[~is_positive])
+    positive, negative = ranking[is_positive], np.sort(ranking[~is_positive])
     below, not_above = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
     return float((below + not_above).mean() / 2 / len(negative))
 
 
-def _average_precision(is_positive: NDArray[np.bool_], probability: Floats) -> float:
+def _average_precision(is_positive: NDArray[np.bool_], ranking: Floats) -> float:
     """Sum over thresholds of the precision times the step of recall."""
-    order = np.argsort(-probability, kind="stable")
-    hits = np.cumsum(is_positive[order])
-    # examples of equal probability have one threshold
-    last = np.append(np.diff(probability[order]) != 0, True)
+    order = np.argsort(-ranking, kind="stable")
+    hits, ranked = np.cumsum(is_positive[order]), ranking[order]
+    # examples of equal rank have one threshold
+    last = np.append(ranked[1:] != ranked[:-1], True)
     precision = (hits / np.arange(1, len(hits) + 1))[last]
     return float((np.diff(hits[last], prepend=0) * precision).sum() / hits[-1])
 
 
 def _top(k: int, scores: Floats, labels: Labels) -> float:
+    """Share of examples whose class is among the first k; of equal scores the higher class number comes first."""
     own = np.take_along_axis(scores, labels[:, None], axis=1)
-    return float(((scores > own).sum(1) < k).mean())
+    is_later = np.arange(scores.shape[1]) > labels[:, None]
+    before = (scores > own) | ((scores == own) & is_later)
+    return float((before.sum(1) < k).mean())
 
 
 def _calibration_error(scores: Floats, labels: Labels) -> float:
@@ -235,8 +271,9 @@ def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float 
     """The value of a metric on a set of examples.
 
     Returns:
-        It; None where it is not defined; NaN where a score is NaN or positively infinite, and of a user's
-        function that returns NaN.
+        It; None where it is not defined; NaN where a score of a model that diverged makes no number (it is
+        NaN or infinite; a score of minus infinity is a probability of zero unless all of its row are), and of
+        a user's function that returns NaN.
 
     Raises:
         ConfigError: if a user's function fails or returns no number.
@@ -244,7 +281,9 @@ def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float 
     if not len(labels):
         return None
     if metric.task != "any":
-        return metric.compute(scores, labels) if (scores < math.inf).all() else math.nan
+        highest = scores.max(1) if metric.task == "classes" else scores
+        is_number = (scores < math.inf).all() and np.isfinite(highest).all()
+        return metric.compute(scores, labels) if is_number else math.nan
     try:
         found = metric.compute(scores, labels)
         return None if found is None else float(found)
