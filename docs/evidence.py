@@ -129,11 +129,9 @@ def enter(name: str) -> None:
 
 def _read_runs(folders: Sequence[Path]) -> pd.DataFrame:
     """The figures of finished runs."""
-    runs, rounds = (
-        pd.concat([load(folder) for folder in folders], ignore_index=True)
-        for load in (load_runs, load_rounds)
-    )
-    return summarize_runs(runs, rounds)
+    runs = pd.concat([load_runs(folder, series="all") for folder in folders], ignore_index=True)
+    rounds = pd.concat([load_rounds(folder) for folder in folders], ignore_index=True)
+    return summarize_runs(runs[~runs["unseen"]], rounds)
 
 
 def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
@@ -155,7 +153,7 @@ def summarize_runs(runs: pd.DataFrame, rounds: pd.DataFrame) -> pd.DataFrame:
     """Means over clients for each run, series and evaluated round.
 
     Args:
-        runs: of :func:`fedlowrank.load_runs`.
+        runs: of :func:`fedlowrank.load_runs` with ``series="all"``, of clients that can train.
         rounds: of :func:`fedlowrank.load_rounds`, of the same runs.
 
     Returns:

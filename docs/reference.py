@@ -50,7 +50,9 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "[Measure what you need](../how-to/metrics.md) and [stop early](../how-to/callbacks.md) show the use.",
         [
             *_names("simulation.callbacks", "Callback EarlyStopping"),
-            *_names("simulation.frames", "load_runs load_rounds"),
+            *_names(
+                "simulation.frames", "load_runs load_rounds average_by_examples client_frame rounds_frame"
+            ),
             *_names("simulation.client_metrics", "Metric choose_metrics compute"),
             *_names("simulation.predictions", "predict predictions confusion"),
             *_names("simulation.loggers", "Logger TensorBoardLogger WandbLogger MlflowLogger"),

@@ -45,7 +45,7 @@ def summarize_idea(folder: Path, method: str, baseline: str) -> list[str]:
     Returns:
         Three lines: the paired difference to the baseline, all methods by accuracy, and bytes.
     """
-    tests = load_runs(folder, last=True).query("split == 'test'")
+    tests = load_runs(folder, last=True, series="all").query("split == 'test'")
     by_client = tests.groupby(["method", "series", "seed"])["accuracy"].mean() * 100
     clients = by_client.drop(index=["server", "gkr"], level="series", errors="ignore").droplevel("series")
     difference = (clients[method] - clients[baseline]).dropna()

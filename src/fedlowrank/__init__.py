@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .methods import METHODS
     from .simulation.callbacks import Callback, EarlyStopping
     from .simulation.devices import Devices
-    from .simulation.frames import load_rounds, load_runs
+    from .simulation.frames import average_by_examples, load_rounds, load_runs
     from .simulation.result import Result
     from .simulation.settings import RunSettings
     from .simulation.simulate import simulate
@@ -44,7 +44,7 @@ _MODULES = {
     "data.augment": "Augment",
     "data.federation": "Federation",
     "methods": "METHODS",
-    "simulation.frames": "load_rounds, load_runs",
+    "simulation.frames": "average_by_examples, load_rounds, load_runs",
     "simulation.result": "Result",
     "simulation.devices": "Devices",
     "simulation.callbacks": "Callback, EarlyStopping",
@@ -102,6 +102,7 @@ __all__ = [
     "ServerView",
     "Sum",
     "Task",
+    "average_by_examples",
     "cross_entropy",
     "load_rounds",
     "load_runs",

@@ -8,14 +8,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
-from fedlowrank import Federation, load_rounds, load_runs, simulate
-from fedlowrank.core.errors import CheckpointError
+from fedlowrank import SGD, Federation, average_by_examples, load_rounds, load_runs, simulate
+from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
+from fedlowrank.methods import Ditto
+from fedlowrank.report import comparison
 from fedlowrank.simulation.frames import client_frame, rounds_frame
-from fedlowrank.simulation.records import METRICS, RoundRecord
+from fedlowrank.simulation.progress import describe_record
+from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
 
 torch.set_num_threads(1)
 
@@ -48,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_values_are_those_of_the_files(runs: Path) -> None:
-    found = load_runs(runs)
+    found = load_runs(runs, series="all")
     assert found["run"].unique().tolist() == ["a/fedavg-s0", "b"]
     assert list(found)[:6] == ["run", "experiment", "method", "seed", "run.rounds", "lora.ranks"]
     rows = {
@@ -66,6 +70,7 @@ def test_all_values_are_those_of_the_files(runs: Path) -> None:
                         row = rows[run, line["round"], client, series, split]
                         assert (row["method"], row["seed"]) == (method, seed)
                         assert row["unseen"] == people[client]["unseen"]
+                        assert row["n"] == people[client][split]
                         stored = {"accuracy": accuracy, "loss": line["risk"][series][split][client]}
                         more = line.get("metrics") or {"ece": {series: {split: [None] * 3}}}
                         stored["ece"] = more["ece"][series][split][client]
@@ -85,7 +90,7 @@ def test_the_last_round_and_one_folder(runs: Path) -> None:
     assert last.groupby("run")["round"].unique().map(list).to_dict() == {"a/fedavg-s0": [2], "b": [1]}
     (line,) = lines_of(runs / "b")[-1:]
     values = [v for v in line["accuracy"]["personal"]["test"] if v is not None]
-    mine = load_runs(runs / "b", last=True).query("split == 'test' and series == 'personal'")
+    mine = load_runs(runs / "b", last=True).query("split == 'test'")
     assert mine["accuracy"].mean() == pytest.approx(sum(values) / len(values))
     assert mine["run"].unique().tolist() == ["b"]
 
@@ -108,6 +113,7 @@ def test_a_result_and_its_folder_give_one_table(tmp_path: Path) -> None:
     for mine, read in (
         (result.to_frame(), load_runs(tmp_path)),
         (result.to_frame(last=True), load_runs(tmp_path, last=True)),
+        (result.to_frame(series="personal"), load_runs(tmp_path, series="all")),
         (result.rounds_frame(), load_rounds(tmp_path)),
     ):
         assert mine.equals(read[list(mine)])
@@ -127,6 +133,87 @@ def test_missing_is_not_diverged_and_some_clients_have_no_row() -> None:
     assert math.isnan(found["loss"][1])
     assert len(client_frame([nothing], 4)) == 0
     assert rounds_frame([nothing])["round"].tolist() == [0]
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of a method that evaluates two models of every client, and a method with one model."""
+    root = tmp_path_factory.mktemp("series") / "runs"
+    for seed in (0, 1):
+        of = federation(seed)
+        ditto = Ditto(optimizer=SGD(lr=1.0), epochs=9, batch_size=5)
+        simulate(ditto, of, rounds=2, folder=root / f"ditto-s{seed}", unseen=0.34, evaluate_every=1)
+        simulate("standalone", of, rounds=1, folder=root / f"standalone-s{seed}")
+    return root
+
+
+def by_hand(folder: Path, series: str, *, weighted: bool = False) -> float:
+    """Mean test accuracy of one model over the clients that train, from the file's own JSON."""
+    people = json.loads((folder / "clients.json").read_text())
+    values = lines_of(folder)[-1]["accuracy"][series]["test"]
+    pairs = [
+        (v, p["test"] if weighted else 1)
+        for v, p in zip(values, people, strict=True)
+        if v is not None and not p["unseen"]
+    ]
+    return sum(v * n for v, n in pairs) / sum(n for _, n in pairs)
+
+
+def test_a_mean_is_that_of_one_model_and_of_the_report(two_models: Path) -> None:
+    folders = [two_models / f"ditto-s{seed}" for seed in (0, 1)]
+    headline, other = lines_of(folders[0])[-1]["accuracy"]
+    mine, others = ([by_hand(f, series) for f in folders] for series in (headline, other))
+    assert mine != others
+    found = load_runs(two_models, last=True).query("split == 'test' and not unseen")
+    means = found.groupby(["method", "seed"])["accuracy"].mean()
+    assert means["ditto"].tolist() == pytest.approx(mine)
+    table = comparison([RunRecord.load(f) for f in folders]).frame
+    assert table["accuracy_last"].iloc[0] == pytest.approx(sum(mine) / 2)
+    named = load_runs(two_models, last=True, series=other).query("split == 'test' and not unseen")
+    assert named["method"].unique().tolist() == ["ditto"]
+    assert named.groupby("seed")["accuracy"].mean().tolist() == pytest.approx(others)
+    assert set(load_runs(two_models, series="all").query("method == 'ditto'")["series"]) == {headline, other}
+    with pytest.raises(ConfigError, match=f"has no series 'parsonal'. Did you mean '{headline}'"):
+        load_runs(two_models, series="parsonal")
+
+
+def test_means_by_examples(two_models: Path) -> None:
+    folders = [two_models / f"ditto-s{seed}" for seed in (0, 1)]
+    headline = next(iter(lines_of(folders[0])[-1]["accuracy"]))
+    expected = [by_hand(f, headline, weighted=True) for f in folders]
+    last = load_runs(two_models, last=True)
+    found = average_by_examples(last.query("split == 'test' and not unseen"), ["method", "seed"])
+    assert found["ditto"].tolist() == pytest.approx(expected)
+    table = pd.DataFrame({"client": [0, 1, 2], "series": "a", "split": "test", "round": 1, "n": [1, 3, 0]})
+    table["accuracy"], table["loss"] = [1.0, 0.2, math.nan], [1.0, math.inf, math.nan]
+    assert average_by_examples(table, "split")["test"] == pytest.approx((1 + 3 * 0.2) / 4)
+    assert average_by_examples(table, "split", "loss")["test"] == math.inf
+    everything = load_runs(two_models, series="all")
+    for some, named in (
+        (everything.query("round == 2"), "series"),
+        (last, "split"),
+        (load_runs(two_models).query("split == 'test'"), "round"),
+    ):
+        with pytest.raises(DataError, match=f"rows of {named} .*averaged together"):
+            average_by_examples(some, ["method", "seed"])
+    with pytest.raises(DataError, match="not known"):
+        average_by_examples(table.assign(n=math.nan), "split")
+
+
+def test_clients_outside_training_are_in_no_mean() -> None:
+    """Of validation, by which rounds are chosen, of the progress line and of the result."""
+    how: dict[str, Any] = {"rounds": 2, "unseen": 0.34, "evaluate_every": 1}
+    result = simulate("standalone", federation(5), **how)
+    record, unseen = result.rounds[-1], result.run.draws.unseen
+    assert record.accuracy is not None
+    values = next(iter(record.accuracy.values()))
+    for split, found in (("val", record.validation()), ("test", result.mean_accuracy())):
+        known = [v for i, v in enumerate(values[split]) if v is not None and i not in unseen]
+        everyone = [v for v in values[split] if v is not None]
+        assert found == pytest.approx(sum(known) / len(known))
+        assert found != pytest.approx(sum(everyone) / len(everyone))
+    assert RoundRecord.from_json(record.to_json(), 3).validation() == record.validation()
+    assert f"{100 * result.mean_accuracy():.1f} %" in describe_record(record)
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from .records import Accuracy, RoundRecord, RunRecord
 
-KEYS = ("round", "client", "unseen", "hostile", "series", "split")
+KEYS = ("round", "client", "unseen", "hostile", "series", "split", "n")
+
+ALL = "all"
+"""In the place of a series: rows of every one."""
 
 
 def client_frame(
@@ -24,8 +27,14 @@ def client_frame(
     hostile: Collection[int] = (),
     *,
     last: bool = False,
+    series: str | None = None,
+    examples: Mapping[str, Sequence[int | None]] | None = None,
 ) -> pd.DataFrame:
-    """One row for each evaluated round, client, series and split.
+    """One row for each evaluated round, client and split, of the method's headline series.
+
+    A method may evaluate several models of a client, which are its *series*: Ditto the client's own model and the
+    global one. A mean over rows of several series is a number of no model, so that others than the headline have
+    to be named.
 
     Args:
         records: of the run.
@@ -33,29 +42,62 @@ def client_frame(
         unseen: identifiers of clients that never train.
         hostile: identifiers of hostile clients.
         last: keep only the last evaluated round.
+        series: name of a series, or ``"all"``; None for the headline, the first that the method reports.
+        examples: of each client, by split, if they are known.
 
     Returns:
-        Columns round, client, unseen, hostile, series, split, accuracy, loss and one for each further metric.
-        NaN where a client has no example in a split or a metric is not defined; infinite where the result of
-        a model that diverged is not finite. Clients that were not evaluated (``evaluate_clients``) have no
-        row.
+        Columns round, client, unseen, hostile, series, split, n (examples of the client in the split; NaN if
+        they are not known), accuracy, loss and one for each further metric. NaN where a client has no example in
+        a split or a metric is not defined; infinite where the result of a model that diverged is not finite.
+        Clients that were not evaluated (``evaluate_clients``) have no row.
+
+    Raises:
+        ConfigError: if there is no such series.
     """
     evaluated = [record for record in records if record.accuracy is not None]
+    known = list(dict.fromkeys(name for record in evaluated for name in record.accuracy or ()))
+    if known:
+        _require_series(series, known, "the run")
+    chosen = _choose_series(series, known)
     evaluated = evaluated[-1:] if last else evaluated
     names = list(dict.fromkeys(name for record in evaluated for name in record.metrics or ()))
     is_unseen, is_hostile = (np.isin(np.arange(clients), [*some]) for some in (unseen, hostile))
     parts = []
     for record in evaluated:
         who = np.arange(clients) if record.evaluated is None else np.array(record.evaluated, dtype=int)
-        for series, splits in (record.accuracy or {}).items():
-            for split in splits:
+        for name in chosen:
+            for split in (record.accuracy or {}).get(name, ()):
                 tables = {"accuracy": record.accuracy, "loss": record.risk}
-                tables |= {name: (record.metrics or {}).get(name) for name in names}
-                keys = (record.round, who, is_unseen[who], is_hostile[who], series, split)
+                tables |= {metric: (record.metrics or {}).get(metric) for metric in names}
+                n = _counts((examples or {}).get(split), clients)[who]
+                keys = (record.round, who, is_unseen[who], is_hostile[who], name, split, n)
                 columns = dict(zip(KEYS, keys, strict=True))
-                columns |= {name: _column(table, series, split, who) for name, table in tables.items()}
+                columns |= {metric: _column(table, name, split, who) for metric, table in tables.items()}
                 parts.append(pd.DataFrame(columns))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*KEYS, "accuracy", "loss"])
+
+
+def _choose_series(series: str | None, known: Sequence[str]) -> Sequence[str]:
+    """Names of the series to show, of those that a run has."""
+    if series is None:
+        return known[:1]
+    return known if series == ALL else [name for name in known if name == series]
+
+
+def _require_series(series: str | None, known: Collection[str], whose: str) -> None:
+    """Raise ConfigError if a series is named that is not known."""
+    if series is not None and series != ALL and series not in known:
+        raise ConfigError(
+            f"{whose} has no series {series!r}. {did_you_mean(series, sorted(known))} "
+            f"series = {ALL!r} gives rows of all."
+        )
+
+
+def _counts(examples: Sequence[int | None] | None, clients: int) -> Any:
+    """Numbers of examples by client; NaN for all if one is not known, so that no mean is over some alone."""
+    if examples is None or any(n is None for n in examples):
+        return np.full(clients, math.nan)
+    return np.array(examples)
 
 
 def _column(table: Accuracy | None, series: str, split: str, clients: Any) -> Any:
@@ -97,12 +139,60 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def load_runs(folder: str | Path, *, last: bool = False) -> pd.DataFrame:
+def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: str = "accuracy") -> pd.Series:
+    """Average results over clients, each weighted by its number of examples n.
+
+    ``table.groupby(by)[column].mean()`` counts every client once, as the report does. The mean here counts every
+    example once: of accuracies it is the accuracy on the examples of all clients together.
+
+    Args:
+        table: rows of one series and one split, of :func:`load_runs` or :meth:`.result.Result.to_frame`.
+        by: columns whose values belong together, such as ``["method", "seed"]``.
+        column: what to average.
+
+    Returns:
+        The means by the values of ``by``. Clients without a value are left out; NaN if no client is left, and
+        infinite if the model of one diverged.
+
+    Raises:
+        DataError: if several series, splits or rounds of a client would be averaged, or n is not known.
+
+    Example:
+        >>> test = load_runs("runs/", last=True).query("split == 'test'")  # doctest: +SKIP
+        >>> average_by_examples(test, ["method", "seed"]).groupby("method").mean()  # doctest: +SKIP
+    """
+    keys = [by] if isinstance(by, str) else list(by)
+    twice = table[
+        table.duplicated([*keys, *{"run", "client"}.difference(keys).intersection(table)], keep=False)
+    ]
+    for name in ("series", "split", "round"):
+        mixed = [*twice[name].unique()]
+        if len(mixed) > 1 and name not in keys:
+            raise DataError(
+                f"average_by_examples: of a client, rows of {name} {', '.join(map(repr, mixed[:3]))} would be "
+                f'averaged together. Choose one, such as table.query("{name} == {mixed[-1]!r}"), or add '
+                f"{name!r} to by."
+            )
+    some = table[table[column].notna()]
+    if some["n"].isna().any():
+        raise DataError(
+            "average_by_examples: the numbers of examples of some clients are not known, as in a run over a "
+            "network under privacy. Average clients alike: table.groupby(by)[column].mean()"
+        )
+    groups = some.assign(total=some[column] * some["n"]).groupby(keys)[["total", "n"]].sum()
+    means: pd.Series = groups["total"] / groups["n"]
+    every = table.groupby(keys).size().index
+    return means.reindex(every).rename(column)
+
+
+def load_runs(folder: str | Path, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
     """Read the results of all runs in a folder and in the folders below it.
 
     Args:
         folder: a run folder, or any folder above, such as ``"runs"``.
         last: keep only the last evaluated round of each run.
+        series: which of a method's models, by name, or ``"all"``; None for the headline of each method, by which
+            the report judges it. Runs of methods that lack a named series have no rows.
 
     Returns:
         One row for each run, evaluated round, client, series and split. First come columns of the run:
@@ -112,20 +202,32 @@ def load_runs(folder: str | Path, *, last: bool = False) -> pd.DataFrame:
 
     Raises:
         CheckpointError: if there is no run, or one cannot be read.
+        ConfigError: if no run has such a series.
 
     Example:
         >>> runs = load_runs("runs/", last=True).query("split == 'test' and not unseen")  # doctest: +SKIP
         >>> runs.groupby(["method", "seed"])["accuracy"].mean()  # doctest: +SKIP
     """
+    found = _load_records(folder)
+    _require_series(series, _series_of(record.rounds for _, record in found), f"no run in {folder}")
     parts = []
-    for name, record in _load_records(folder):
+    for name, record in found:
         unseen, hostile = (
             {row.get("id", i) for i, row in enumerate(record.clients) if row.get(flag)}
             for flag in ("unseen", "hostile")
         )
-        frame = client_frame(record.rounds, len(record.clients), unseen, hostile, last=last)
+        if series not in (None, ALL, *_series_of([record.rounds])):
+            continue
+        examples = {split: [row.get(split) for row in record.clients] for split in ("train", "val", "test")}
+        frame = client_frame(
+            record.rounds, len(record.clients), unseen, hostile, last=last, series=series, examples=examples
+        )
         parts.append(_labeled(frame, name, record))
     return _joined(parts)
+
+
+def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:
+    return {name for rounds in runs for record in rounds for name in record.accuracy or ()}
 
 
 def load_rounds(folder: str | Path) -> pd.DataFrame:

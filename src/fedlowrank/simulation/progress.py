@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from .records import Accuracy, RoundRecord
+from .records import RoundRecord
 from .terminal import console
 
 CONSOLE = console(stderr=True)
@@ -108,15 +108,9 @@ def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
 
 def describe_record(record: RoundRecord) -> str:
     """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
-    right, lost = (_mean_test(kind) for kind in (record.accuracy, record.risk))
+    right, lost = record.mean("test"), record.mean("test", is_loss=True)
     spent = record.observed.get("privacy")
     private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"
     if right is not None:
         return f"test {100 * right:5.1f} %{private}"
     return "" if lost is None else f"test loss {lost:.3g}{private}"
-
-
-def _mean_test(kind: Accuracy | None) -> float | None:
-    """Mean over the clients of the headline series, None without a number."""
-    known = [v for v in next(iter(kind.values()))["test"] if v is not None] if kind else []
-    return sum(known) / len(known) if known else None

@@ -53,6 +53,7 @@ class RoundRecord:
         bytes_down: bytes of the encoded messages from the server to the participants.
         bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
         evaluated: clients that were evaluated; None for all.
+        apart: clients that are in no mean of results, because they never train or are hostile; None for none.
         parameters_down: floating-point elements in the messages to the participants.
         parameters_up: floating-point elements in the messages back.
         steps: optimizer steps of all participants.
@@ -96,11 +97,12 @@ class RoundRecord:
     evaluated: list[int] | None = None
     metrics: dict[str, Accuracy] | None = None
     simulated_seconds: float | None = None
+    apart: list[int] | None = None
 
     def to_json(self) -> str:
         """One line of JSON; of a subset of clients it holds the numbers of those that were evaluated."""
         fields = self._map_tables(lambda row: [row[i] for i in self.evaluated or ()])
-        for name in ("metrics", "simulated_seconds"):
+        for name in ("metrics", "simulated_seconds", "apart"):
             if fields[name] is None:
                 # as in the lines of earlier versions
                 del fields[name]
@@ -146,12 +148,29 @@ class RoundRecord:
         return fields
 
     def validation(self) -> float | None:
-        """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated."""
-        for measured, sign in ((self.accuracy, 1.0), (self.risk, -1.0)):
-            values = [v for v in next(iter((measured or {}).values()), {}).get("val", []) if v is not None]
-            if values:
-                return sign * sum(values) / len(values)
+        """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
+
+        The mean is over the clients that can train and are not hostile.
+        """
+        for sign, mean in ((1.0, self.mean("val")), (-1.0, self.mean("val", is_loss=True))):
+            if mean is not None:
+                return sign * mean
         return None
+
+    def mean(self, split: str, *, is_loss: bool = False) -> float | None:
+        """Mean accuracy or loss of the headline over the clients that can train and are not hostile.
+
+        Args:
+            split: ``"test"`` or ``"val"``.
+            is_loss: the loss and not the accuracy.
+
+        Returns:
+            It; None if the models were not evaluated, or no such client has a number.
+        """
+        measured, apart = self.risk if is_loss else self.accuracy, set(self.apart or ())
+        values = next(iter((measured or {}).values()), {}).get(split, [])
+        known = [v for client, v in enumerate(values) if v is not None and client not in apart]
+        return sum(known) / len(known) if known else None
 
     def untimed(self) -> dict[str, Any]:
         """All fields but the clocks: what must be equal between two runs of one configuration."""

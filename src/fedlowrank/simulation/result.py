@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..adapters.deployment import Layout
 from ..adapters.state_dict import full_state_dict
-from ..core.errors import DataError
+from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.tree import Params
 from .export import export
 from .records import RoundRecord
@@ -40,18 +40,33 @@ class Result:
         Args:
             split: ``"test"`` or ``"val"``.
             series: of a method that has several; by default its headline.
-        """
-        found = self.rounds[-1].accuracy or {}
-        return found[series or next(iter(found))][split]
-
-    def mean_accuracy(self, split: str = "test", series: str | None = None) -> float:
-        """Mean over the clients of :meth:`accuracy`, hostile ones (``attack``) left out.
 
         Raises:
+            ConfigError: if there is no such split or series.
+        """
+        found = self.rounds[-1].accuracy or {}
+        name = next(iter(found), "") if series is None else series
+        if name not in found:
+            raise ConfigError(f"{self.run.method.title} has no series {name!r}. {did_you_mean(name, found)}")
+        if split not in found[name]:
+            raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, found[name])}")
+        return found[name][split]
+
+    def mean_accuracy(self, split: str = "test", series: str | None = None) -> float:
+        """Mean of :meth:`accuracy` over the clients that can train.
+
+        Clients that never train (``unseen``) and hostile ones (``attack``) are left out.
+
+        Args:
+            split: ``"test"`` or ``"val"``.
+            series: of a method that has several; by default its headline.
+
+        Raises:
+            ConfigError: if there is no such split or series.
             DataError: if no client has an accuracy: the task is a regression, or the split has no examples.
         """
-        hostile, found = self.run.hostile, self.accuracy(split, series)
-        known = [a for i, a in enumerate(found) if a is not None and i not in hostile]
+        found = self.accuracy(split, series)
+        known = [a for i, a in enumerate(found) if a is not None and i not in self.run.apart]
         if not known:
             cause = f"no client has examples in the split {split!r}"
             if self.run.federation.clients[0].train.regression:
@@ -62,19 +77,27 @@ class Result:
             )
         return sum(known) / len(known)
 
-    def to_frame(self, *, last: bool = False) -> pd.DataFrame:
-        """Results of every client as a table, one row for each evaluated round, client, series and split.
+    def to_frame(self, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
+        """Results of every client as a table, one row for each evaluated round, client and split.
 
-        Columns: round, client, unseen (never trains), hostile, series, split, accuracy, loss and one for each
-        of ``metrics``; see :func:`.frames.client_frame`.
+        Columns: round, client, unseen (never trains), hostile, series, split, n (examples), accuracy, loss and
+        one for each of ``metrics``; see :func:`.frames.client_frame`.
 
         Args:
             last: keep only the last evaluated round.
+            series: which of the method's models, by name, or ``"all"``; None for its headline.
+
+        Raises:
+            ConfigError: if there is no such series.
         """
         from .frames import client_frame  # pandas is slow to import, as below
 
-        infos, draws = self.run.federation.infos, self.run.draws
-        return client_frame(self.rounds, len(infos), draws.unseen, self.run.hostile, last=last)
+        run, data = self.run, self.run.federation.clients
+        examples = {split: [len(getattr(c, split)) for c in data] for split in ("val", "test")}
+        unseen, hostile = run.draws.unseen, run.hostile
+        return client_frame(
+            self.rounds, len(data), unseen, hostile, last=last, series=series, examples=examples
+        )
 
     def rounds_frame(self) -> pd.DataFrame:
         """What each round cost: bytes, operations, seconds; see :func:`.frames.rounds_frame`."""

@@ -189,6 +189,11 @@ class Run:
         return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen, round))]
 
     @property
+    def apart(self) -> frozenset[int]:
+        """Clients that are in no mean of results: those that never train, and hostile ones."""
+        return self.draws.unseen | frozenset(self.hostile)
+
+    @property
     def is_over(self) -> bool:
         """Whether no round remains: all are done, the run was stopped, or the privacy budget is spent."""
         if self.stopped or self.round >= self.settings.rounds:
@@ -381,6 +386,8 @@ class Run:
     def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
         if len(self.evaluated) < len(self.federation.infos):
             record = dataclasses.replace(record, evaluated=[info.id for info in self.evaluated])
+        if self.apart and self.is_due():
+            record = dataclasses.replace(record, apart=sorted(self.apart))
         found = None
         if self.is_due():
             with clock("evaluate"):
