@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError
 from ..core.key import Key
-from ..core.tree import tree
+from ..core.tree import tree, widen
+from ..linalg.factored import thin_svd
 
 Construction = Literal["balanced", "filter", "channel", "reshaped", "input"]
 Factor = Literal["u", "v"]
@@ -167,11 +168,11 @@ def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
     """
 
     def solved(g: Tensor, other: Tensor) -> Tensor:
-        other = _at_least_float32(other)
+        other = widen(other)
         gram = other.mT @ other + eps * torch.eye(at.rank, dtype=other.dtype, device=other.device)
         # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
         # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
-        found: Tensor = torch.linalg.solve_ex(gram, _at_least_float32(g).mT).result
+        found: Tensor = torch.linalg.solve_ex(gram, widen(g).mT).result
         return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
@@ -181,8 +182,9 @@ def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pa
     """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
 
     def scaled(g: Tensor, other: Tensor) -> Tensor:
+        other = widen(other)
         size: Tensor = torch.linalg.matrix_norm(other.mT @ other, keepdim=True)
-        return g / (size + eps)
+        return (g / (size + eps)).to(g.dtype)
 
     return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
 
@@ -199,8 +201,8 @@ def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
         What exceeds rank r is lost. Where a singular value is nothing but rounding, U is zero and V a unit
         vector: with both at zero no gradient would ever move them again.
     """
-    mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())
-    u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
+    mean, dense = pairs.mixed(weights), widen(pairs.dense())
+    u, s, vt = thin_svd(dense - mean)
     r = pairs.rank
     s = s[:, None, :r]
     alive = s > 10 * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(dense).amax()
@@ -314,8 +316,3 @@ class BatchNormAdaptor(OffsetAdaptor):
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var - self.running_var)
         return y
-
-
-def _at_least_float32(t: Tensor) -> Tensor:
-    # torch.linalg has no half precision
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -9,7 +9,7 @@ from torch.nn import functional
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.model import Model
-from ..core.tree import tree
+from ..core.tree import tree, widen
 from ..linalg.factored import compute_svd
 
 
@@ -62,7 +62,7 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
         TaskError: if the head is not one or two linear layers.
     """
     layers = model.head_layers()
-    params = [p.detach().cpu() for p in model.head_of(model.initial).values()]
+    params = [widen(p.detach().cpu()) for p in model.head_of(model.initial).values()]
     if len(layers) not in (1, 2) or len(params) != 2 * len(layers):
         raise TaskError(
             f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from . import tree
 
@@ -59,7 +60,8 @@ class Each:
 class RunningMean(Generic[T]):
     """Weighted mean of trees that come one after another: m ← m + w/W (x - m), W the sum of weights.
 
-    Equal trees have themselves as mean, bit for bit. Peak memory: one tree.
+    Equal trees have themselves as mean, bit for bit. Tensors of half precision are added up in float32, and
+    the mean is rounded once to their type. Peak memory: one tree.
 
     Attributes:
         count: number of trees.
@@ -70,6 +72,7 @@ class RunningMean(Generic[T]):
         self.count, self.total = 0, 0.0
         self._mean: Any = None
         self._form: Any = None
+        self._like: Any = None
 
     def add(self, value: T, weight: float = 1.0) -> None:
         """Add a tree.
@@ -82,16 +85,19 @@ class RunningMean(Generic[T]):
         self.count += 1
         self.total += weight
         if self.count == 1:
-            self._mean, self._form = tree.map(torch.clone, value), tree.form(value)
+            self._mean, self._form, self._like = tree.map(_wide_copy, value), tree.form(value), _empty(value)
         mine, new = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
             # keys may come in another order; if structures differ, this says where
             new = []
-            tree.map(lambda _, t: new.append(t), self._mean, value)
-            if any(m.shape != t.shape for m, t in zip(mine, new, strict=True)):
-                raise tree.TreeError("a mean needs trees whose tensors have the same shapes")
+            tree.map(lambda _, t: new.append(t), self._like, value)
+            if any(
+                (u.shape, u.dtype) != (t.shape, t.dtype)
+                for u, t in zip(tree.tensors(self._like), new, strict=True)
+            ):
+                raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
         if weight and mine and self.count > 1:
-            torch._foreach_lerp_(mine, new, weight / self.total)
+            torch._foreach_lerp_(mine, tree.widen(new), weight / self.total)
 
     @property
     def value(self) -> T:
@@ -100,8 +106,17 @@ class RunningMean(Generic[T]):
             raise tree.TreeError(
                 f"a mean needs at least one tree with a weight above 0; there were {self.count} trees"
             )
-        found: T = self._mean
+        found: T = tree.cast_like(self._mean, self._like)
         return found
+
+
+def _wide_copy(t: Tensor) -> Tensor:
+    return t.to(tree.wide_type(t.dtype), copy=True)
+
+
+def _empty(value: T) -> T:
+    """The tree with tensors of the same shapes and types that take no memory."""
+    return tree.map(lambda t: t.new_zeros(()).expand(t.shape), value)
 
 
 def mean(trees: Iterable[T], weights: Iterable[float]) -> T:
@@ -143,6 +158,7 @@ class Aggregator:
         self._waiting = list(reversed(clients))
         self._early: dict[int, Any] = {}
         self._totals: dict[str, Any] = {}
+        self._forms: dict[str, Any] = {}
         self._structure: Any = None
 
     def add(self, client: int, contribution: Any) -> None:
@@ -193,7 +209,11 @@ class Aggregator:
                 self._totals[path].add(leaf.value, leaf.weight)
         elif isinstance(leaf, Sum):
             known = self._totals.get(path)
-            self._totals[path] = leaf.value if known is None else tree.map(torch.add, known, leaf.value)
+            # of half precision in float32, rounded once at the end
+            wide = tree.widen(leaf.value)
+            if known is None:
+                self._forms[path] = _empty(leaf.value)
+            self._totals[path] = wide if known is None else tree.map(torch.add, known, wide)
         else:
             self._totals.setdefault(path, {})[client] = leaf.value
 
@@ -201,7 +221,9 @@ class Aggregator:
         total = self._totals[path]
         if isinstance(total, RunningMean):
             return total.value if total.total > 0 else None
-        return dict(sorted(total.items())) if kind is Each else total
+        if kind is Each:
+            return dict(sorted(total.items()))
+        return tree.cast_like(total, self._forms[path])
 
 
 def leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:

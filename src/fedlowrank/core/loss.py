@@ -60,7 +60,7 @@ def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params
     at = map(lambda t: t.detach().requires_grad_(), theta)
     # a sum, for of a batch of many clients the risk is one number each
     found = torch.autograd.grad(risk(at, batch).sum(), list(at.values()), materialize_grads=True)
-    return dict(zip(at, found, strict=True))
+    return {n: g.to_dense() if g.is_sparse else g for n, g in zip(at, found, strict=True)}
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:

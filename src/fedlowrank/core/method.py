@@ -173,7 +173,8 @@ class ClientView:
     def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
         """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
 
-        The statistic must itself sum over the batch by :meth:`Batch.total`.
+        The statistic must itself sum over the batch by :meth:`Batch.total`. Sums of half precision come in
+        float32.
         """
         return self.trainer.total(statistic, params, constants)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .choices import check_choices
 from .errors import ConfigError
+from .tree import cast_like, widen
 
 
 @dataclass(frozen=True)
@@ -292,9 +293,15 @@ def is_optimizer(value: Any) -> bool:
 
 
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
-    """Gradients scaled so that the norm of all together is at most ``bound``."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
+    """Gradients scaled so that the norm of all together is at most ``bound``.
+
+    Norms of half precision are taken in float32, for the largest number of float16 is 65,504.
+    """
+    norms = torch._foreach_norm(widen(grads))
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return cast_like(
+        list(torch._foreach_mul(widen(grads), torch.clamp(bound / (norm + 1e-6), max=1.0))), grads
+    )
 
 
 def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:

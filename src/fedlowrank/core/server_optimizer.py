@@ -23,7 +23,7 @@ class Memory:
     """What a server's optimizer keeps from round to round.
 
     Attributes:
-        tensors: its running means.
+        tensors: its running means, in float32 for parameters of half precision.
         count: steps taken.
     """
 
@@ -37,20 +37,21 @@ def fresh_memory() -> Memory:
 
 
 def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: int) -> tuple[T, Memory]:
-    """One step on the pseudo-gradient old - mean.
+    """One step on the pseudo-gradient old - mean, computed in float32 for parameters of half precision.
 
     Args:
         optimizer: of the server; SGD with lr 1 and nothing else takes the mean, bit for bit.
         old: the server's tree.
-        mean: of the replies, a tree like it.
+        mean: of the replies, a tree like it; it may be of a wider type.
         memory: of the optimizer.
         round: counted from 0, for its schedule.
     """
     if isinstance(optimizer, SGD) and optimizer == SGD(lr=1.0):
-        return mean, memory
-    params = [t.detach().clone() for _, t in tree.leaves(old)]
+        return tree.cast_like(mean, old), memory
+    wide = tree.widen(old)
+    params = [t.detach().clone() for _, t in tree.leaves(wide)]
     paths = [path for path, _ in tree.leaves(old)]
-    towards = dict(tree.leaves(mean))
+    towards = dict(tree.leaves(tree.widen(mean)))
     gradient = [_moved(p, towards[path]) for path, p in zip(paths, params, strict=True)]
     if optimizer.clip is not None:
         gradient = clip(gradient, optimizer.clip)
@@ -58,7 +59,7 @@ def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: in
     with torch.no_grad():
         optimizer.step(params, gradient, kept, optimizer.rates(paths, round), memory.count)
     new = iter(params)
-    return tree.map(lambda _: next(new), old), Memory(kept, memory.count + 1)
+    return tree.map(lambda t: next(new).to(t.dtype), old), Memory(kept, memory.count + 1)
 
 
 def _moved(old: Tensor, mean: Tensor) -> Tensor:

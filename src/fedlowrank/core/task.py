@@ -12,6 +12,7 @@ from torch import Tensor
 from .errors import TaskError
 from .key import Key
 from .model import Model
+from .tree import wide_type
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,19 @@ class Batch:
         """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this.
 
         Where examples are sequences of tokens it is the mean over tokens, if each value is a mean over its
-        own.
+        own. Values in half precision are added up in float32, and their mean is rounded once.
         """
         weights = self.weights
         if weights is not None:
-            weights = weights.to(values.dtype)
-            return self.total(values * weights) / self.total(weights).clamp(min=1)
+            weights = weights.to(wide_type(values.dtype))
+            return (self.total(values * weights) / self.total(weights).clamp(min=1)).to(values.dtype)
         if self.mask is None:
             return values.mean() if self.clients is None else self._by_client(values).mean(1)
-        return self.total(values) / self.total(self.mask.long()).clamp(min=1)
+        return (self.total(values) / self.total(self.mask.long()).clamp(min=1)).to(values.dtype)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the examples, padding left out, of ``values [b, ...]``."""
+        """Sum over the examples, padding left out, of ``values [b, ...]``; in float32 of half precision."""
+        values = values.to(wide_type(values.dtype))
         if self.mask is not None:
             mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
             # where, not a product: padding may hold infinities, and 0 * inf is NaN

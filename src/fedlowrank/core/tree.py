@@ -194,6 +194,22 @@ def canonical(value: T) -> T:
     return map(lambda t: t.detach().contiguous(), value)
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of a type are added up: at least single precision; integers as they are."""
+    single = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.promote_types(dtype, single) if dtype.is_floating_point or dtype.is_complex else dtype
+
+
+def widen(value: T) -> T:
+    """The tree with tensors of half precision as float32, to compute with; all others are the same objects."""
+    return map(lambda t: t.to(wide_type(t.dtype)), value)
+
+
+def cast_like(value: T, like: Any) -> T:
+    """The tree with its tensors rounded to the types of those of another tree of its structure."""
+    return map(lambda t, u: t.to(u.dtype), value, like)
+
+
 def zeros_like(value: T) -> T:
     """The tree with every tensor replaced by zeros."""
     return map(torch.zeros_like, value)

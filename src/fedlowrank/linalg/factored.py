@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.tree import Params, tree
+from ..core.tree import Params, map, tree, wide_type, widen
 
 CompressedUpdate = dict[str, "Tensor | Factored"]
 
@@ -30,22 +30,31 @@ class Factored:
         return len(self.s)
 
     def dense(self) -> Tensor:
-        """The matrix ``[m, n]``."""
-        return (self.u * self.s) @ self.v.mT
+        """The matrix ``[m, n]``; in half precision computed in float32 and rounded once."""
+        wide = widen(self)
+        return ((wide.u * wide.s) @ wide.v.mT).to(self.u.dtype)
 
 
 def canonical_signs(u: Tensor) -> Tensor:
     """1 or -1 for each column ``[1, r]`` that makes its largest entry by magnitude positive."""
+    if u.numel() == 0:
+        return u.new_ones(1, u.shape[1])
     return torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+
+
+def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, s and Vᵀ of matrices ``[..., m, n]``, in float32 for half precision, which LAPACK does not know."""
+    u, s, vt = torch.linalg.svd(w.to(wide_type(w.dtype)), full_matrices=False)
+    return u, s, vt
 
 
 def compute_svd(w: Tensor) -> Factored:
     """The whole singular value decomposition of a matrix ``[m, n]``, with canonical signs.
 
     The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal
-    factors.
+    factors. They are in float32 for a matrix of half precision, and to be rounded by the caller.
     """
-    u, s, vt = torch.linalg.svd(w, full_matrices=False)
+    u, s, vt = thin_svd(w)
     sign = canonical_signs(u)
     return Factored(u * sign, s, vt.mT * sign)
 
@@ -75,7 +84,7 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
 
     A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is
     ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors,
-    the tensor itself is kept.
+    the tensor itself is kept, and so is one without entries. Factors have the type of their tensor.
 
     Args:
         update: tensors by name.
@@ -85,12 +94,12 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
     out: CompressedUpdate = {}
     for name, w in update.items():
         out[name] = w
-        if w.ndim >= 2 and energy < 1:
+        if w.ndim >= 2 and energy < 1 and w.numel():
             matrix = w.reshape(w.shape[0], -1)
             full = compute_svd(matrix)
             rank = rank_of_energy(full.s, energy)
             if rank * (sum(matrix.shape) + 1) < matrix.numel():
-                out[name] = truncate_svd(full, rank)
+                out[name] = map(lambda t, dtype=w.dtype: t.to(dtype), truncate_svd(full, rank))
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.tree import Params, nbytes, tree
+from ..core.tree import Params, cast_like, nbytes, tree, widen
 from .factored import Factored
 
 Weights = dict[str, "Tensor | LowRank | Sparse"]
@@ -36,7 +37,7 @@ class LowRank:
     @property
     def s(self) -> Tensor:
         """Singular values, descending ``[r]``."""
-        return self.left.square().sum(0)
+        return widen(self.left).square().sum(0)
 
     def dense(self) -> Tensor:
         """The matrix ``[rows, columns]``."""
@@ -63,7 +64,8 @@ class Sparse:
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of :func:`matricize` for a weight of that shape."""
     rows = shape[0] * (shape[2] if len(shape) > 2 else 1)
-    return rows, shape.numel() // rows
+    # not a quotient, for there may be no rows
+    return rows, math.prod((*shape[1:2], *shape[3:]))
 
 
 def matricize(w: Tensor) -> Tensor:
@@ -147,11 +149,11 @@ def count_parameters(parts: Sequence[Weights], like: Params) -> int:
 
 def sum_parts(parts: Sequence[Weights], like: Params) -> Params:
     """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero."""
-    whole = {n: torch.zeros_like(w) for n, w in like.items()}
+    whole = {n: torch.zeros_like(w) for n, w in widen(like).items()}
     for part in parts:
         for n, w in unpack_weights(part, like).items():
             whole[n] = whole[n] + w
-    return whole
+    return cast_like(whole, like)
 
 
 def _count_stored(w: Tensor | LowRank | Sparse) -> int:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..core.key import Key
+from ..core.tree import widen
 from .factored import canonical_signs, compute_svd
 from .stacking import REAL, orthogonalize, rounding_floor
 from .svt import count_above
@@ -51,14 +52,14 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
     """The ``rank`` leading triplets of a matrix ``[d, k]``; fewer where the others are rounding.
 
     Args:
-        w: the matrix, finite, in float32 or float64.
+        w: the matrix, finite; of half precision, the triplets are those of the same numbers in float32.
         rank: how many, at least 1.
         warm: ``[k, any]``, columns to begin with, such as V of a matrix nearby; random ones are added.
 
     Returns:
         U, s and V. The largest entry of each column of U, by magnitude, is positive.
     """
-    rank = min(rank, *w.shape)
+    w, rank = widen(w), min(rank, *w.shape)
     found = None
     if 2 * rank + OVERSAMPLE <= MAX_WIDTH_SHARE * min(w.shape):
         found = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .factored import thin_svd
+
 REAL = torch.float64
 """Dtype of singular values, energies and cores, for any dtype of the factors."""
 WELL_CONDITIONED = 10.0
@@ -253,7 +255,7 @@ def add_low_rank(
         right, dim=1, dtype=REAL
     )
     scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
-    x, values, yt = torch.linalg.svd(core, full_matrices=False)
+    x, values, yt = thin_svd(core)
     least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * rounding_floor((d, k), u.dtype)
     ranks = (values > least[:, None]).sum(-1).tolist()
     out = []

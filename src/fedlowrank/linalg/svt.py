@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError, TaskError
+from .factored import thin_svd
 from .matricize import LowRank
 
 Algorithm = Literal["auto", "gram", "svd"]
@@ -116,9 +117,9 @@ def threshold_dense(w: Tensor, c: float) -> Tensor:
             are prepared.
     """
     _check_threshold(c)
-    u, s, vt = torch.linalg.svd(w, full_matrices=False)
+    u, s, vt = thin_svd(w)
     dense: Tensor = (u * (s - c).clamp(min=0)[..., None, :]) @ vt
-    return dense
+    return dense.to(w.dtype)
 
 
 Eigenpairs = tuple[Tensor, Tensor]
@@ -134,7 +135,7 @@ def _decompose_tall(a: Tensor, thresholds: Sequence[float], eps: float, how: Alg
     for one, c, pair in zip(a, thresholds, whole, strict=True):
         # no singular value exceeds the Frobenius norm
         if float(torch.linalg.vector_norm(one)) <= c:
-            out.append((one[:, :0], one[0, :0], one.new_empty(one.shape[1], 0)))
+            out.append((one[:, :0], one.new_empty(0), one.new_empty(one.shape[1], 0)))
             continue
         found = None if how == "svd" else _by_gram(one, c, eps, pair)
         if found is None and how == "gram":
@@ -159,7 +160,7 @@ def _eigh_all(a: Tensor) -> list[Eigenpairs]:
 
 
 def _by_svd(a: Tensor, c: float) -> Triplets:
-    u, s, vt = torch.linalg.svd(a, full_matrices=False)
+    u, s, vt = thin_svd(a)
     r = int((s > c + max(a.shape) * EPS * s[0]).sum())
     return u[:, :r], s[:r], vt[:r].mT
 

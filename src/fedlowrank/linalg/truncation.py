@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from .delta import split_svd
-from .factored import Factored
+from .factored import Factored, thin_svd
 from .pair import Pair
 from .randomized_svd import leading_triplets
 
@@ -73,5 +73,5 @@ def _decompose_product(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
     """The decomposition of B A from that of a core of its rank."""
     left, upper = torch.linalg.qr(pair.b.detach().to(REAL))
     right, lower = torch.linalg.qr(pair.a.detach().to(REAL).mT)
-    x, s, yt = torch.linalg.svd(upper @ lower.mT, full_matrices=False)
+    x, s, yt = thin_svd(upper @ lower.mT)
     return left @ x, s, right @ yt.mT

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from ..core import tree
 from ..core.method import Batch, ProximalTerm, Request
-from ..core.optimizer import SGD
 from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from .feed import BufferPool, Feed, flat
 from .stacked import Stacked, UnsupportedError, stack, without_rows
@@ -53,19 +52,8 @@ class Stack(Work):
         # a stack is a copy already
         super().__init__(whole, round, copy=False)
         self._all = self.params, self.constants, self.center, self.linear
-        self.steps_in_backward = self._is_plain_sgd()
+        self.steps_in_backward = self.is_plain_sgd and self.request.prox is None
         self._stack()
-
-    def _is_plain_sgd(self) -> bool:
-        """Whether a step only subtracts the gradient times the learning rate."""
-        request, optimizer = self.request, self.request.optimizer
-        further = (request.precondition, request.prox, self.center, self.linear, optimizer.clip)
-        return (
-            isinstance(optimizer, SGD)
-            and not optimizer.momentum
-            and not any(self.rates.weight_decay)
-            and all(f is None for f in further)
-        )
 
     def _stack(self) -> None:
         """Make stacked parameters of the clients' tensors."""
@@ -173,9 +161,10 @@ class Stack(Work):
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients scaled so that the norm of each client's is at most ``bound``."""
-        square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+        wide = tree.widen(grads)
+        square = torch.stack([g.flatten(1).square().sum(1) for g in wide]).sum(0)
         scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
-        return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
+        return tree.cast_like([g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in wide], grads)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.method import Batch, ProximalTerm, Request
-from ..core.optimizer import clip
+from ..core.optimizer import SGD, clip
 from .local_data import channels_last
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ class Work:
         rates: learning rate and weight decay of each tensor.
         center: tensors of the proximal term's center, or None.
         linear: tensors of its linear part, or None.
+        is_plain_sgd: whether a step only subtracts the gradient times the learning rate.
     """
 
     def __init__(self, request: Request, round: int, copy: bool = True) -> None:
@@ -47,6 +48,17 @@ class Work:
         self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
         self.memory: list[list[Tensor]] = []
         self._lr = request.optimizer.learning_rate(round)
+        self.is_plain_sgd = self._is_plain_sgd()
+
+    def _is_plain_sgd(self) -> bool:
+        request, optimizer = self.request, self.request.optimizer
+        further = (request.precondition, self.center, self.linear, optimizer.clip)
+        return (
+            isinstance(optimizer, SGD)
+            and not optimizer.momentum
+            and not any(self.rates.weight_decay)
+            and all(f is None for f in further)
+        )
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch."""
@@ -54,8 +66,13 @@ class Work:
         return value
 
     def gradient(self, value: Tensor) -> list[Tensor]:
-        """The gradient of a loss; zeros for parameters that it does not depend on."""
-        return list(torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=True))
+        """The gradient of a loss; zeros for parameters that it does not depend on.
+
+        The sparse gradient of an embedding stays so where it is only subtracted. Everything else acts on all
+        rows, also on those that no example of the batch has.
+        """
+        grads = torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=True)
+        return list(grads) if self.is_plain_sgd else densify(grads)
 
     @torch.no_grad()
     def step(self, grads: list[Tensor], count: int) -> None:
@@ -104,6 +121,11 @@ class Work:
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients whose common norm is at most ``bound``."""
         return clip(grads, bound)
+
+
+def densify(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients without sparse ones, such as of ``nn.Embedding(sparse=True)``."""
+    return [g.to_dense() if g.is_sparse else g for g in grads]
 
 
 def layout(value: T) -> T:

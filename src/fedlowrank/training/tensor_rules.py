@@ -290,6 +290,7 @@ RULES.update(
         Tensor.numel: lambda t: t[0].numel(),
         Tensor.__len__: lambda t: t.shape[_dim(0, t.ndim - 1)],
         _getter("dtype"): lambda t: t.dtype,
+        _getter("is_sparse"): lambda t: t.is_sparse,
         _getter("device"): lambda t: t.device,
         Tensor.is_floating_point: lambda t: t.is_floating_point(),
         _getter("requires_grad"): lambda t: t.requires_grad,

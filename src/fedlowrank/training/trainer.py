@@ -87,7 +87,7 @@ class LocalTrainer:
                 self.micro_batch,
                 self._counting(kind, standard),
             )
-        self.account(request, kind, float(losses.mean()))
+        self.account(request, kind, float(losses.mean(dtype=tree.wide_type(losses.dtype))))
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
 
@@ -183,6 +183,7 @@ class LocalTrainer:
                 with counting(batch):
                     part = statistic(params, batch, *constants)
                 sizes[size] += 1
+                part = tree.widen(part)
                 sums = [part if not sums else tree.add(sums[0], part)]
         self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
@@ -224,7 +225,8 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
         value = work.loss(batch)
         return value.detach(), work.gradient(value)
     weights, device = batch.weights, batch.y.device
-    total, grads = torch.zeros((), device=device), [torch.zeros_like(p) for p in work.params]
+    total = torch.zeros((), device=device)
+    grads = [torch.zeros_like(p, dtype=tree.wide_type(p.dtype)) for p in work.params]
     for part in torch.split(torch.arange(len(batch), device=device), micro_batch):
         x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
         value = work.loss(Batch(x, batch.y[part], step=batch.step))
@@ -235,7 +237,7 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
             value = value * (weights[part].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
         torch._foreach_add_(grads, work.gradient(value))
         total = total + value.detach()
-    return total, grads
+    return total, tree.cast_like(grads, work.params)
 
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
