@@ -2,7 +2,8 @@
 
 The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of
 tensors, so that a pass over local data needs no optimizer object, and on tensors with a leading client axis,
-so that many clients can step at once.
+so that many clients can step at once. Engines hand in float32 copies of parameters in half precision and round
+them after the step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from .choices import check_choices
 from .errors import ConfigError
-from .tree import cast_like, widen
 
 
 @dataclass(frozen=True)
@@ -293,15 +293,9 @@ def is_optimizer(value: Any) -> bool:
 
 
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
-    """Gradients scaled so that the norm of all together is at most ``bound``.
-
-    Norms of half precision are taken in float32, for the largest number of float16 is 65,504.
-    """
-    norms = torch._foreach_norm(widen(grads))
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    return cast_like(
-        list(torch._foreach_mul(widen(grads), torch.clamp(bound / (norm + 1e-6), max=1.0))), grads
-    )
+    """Gradients scaled so that the norm of all together is at most ``bound``."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
 
 
 def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:

@@ -34,6 +34,11 @@ _DAMAGE = (
 )  # fmt: skip
 """What damaged bytes make the parsers below raise, and the classes that are made of what they found."""
 _PLAIN = (bool, int, float, str)
+_WIDE = {
+    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64,
+    torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
+}  # fmt: skip
+"""Types of less than single precision, and those to compute in."""
 
 
 class TreeError(FedlowrankError):
@@ -195,14 +200,13 @@ def canonical(value: T) -> T:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers of a type are added up: at least single precision; integers as they are."""
-    single = torch.complex64 if dtype.is_complex else torch.float32
-    return torch.promote_types(dtype, single) if dtype.is_floating_point or dtype.is_complex else dtype
+    """The type in which numbers of a type are added up: float32 for half precision, others as they are."""
+    return _WIDE.get(dtype, dtype)
 
 
 def widen(value: T) -> T:
     """The tree with tensors of half precision as float32, to compute with; all others are the same objects."""
-    return map(lambda t: t.to(wide_type(t.dtype)), value)
+    return map(lambda t: t.to(_WIDE[t.dtype]) if t.dtype in _WIDE else t, value)
 
 
 def cast_like(value: T, like: Any) -> T:

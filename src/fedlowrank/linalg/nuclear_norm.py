@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..core.errors import TaskError
-from ..core.tree import Params, not_finite, tree
+from ..core.tree import Params, cast_like, map, not_finite, tree
 from .matricize import (
     LowRank,
     Sparse,
@@ -63,13 +63,23 @@ def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedMode
     )
 
 
-def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> PenalizedModel:
+def apply_prox(
+    params: Params, c: float, norm: Norm, exclude: tuple[str, ...], like: Params | None = None
+) -> PenalizedModel:
     """The prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
+
+    Args:
+        params: of the model.
+        c: at least 0.
+        norm: which one.
+        exclude: exact names of parameters that are not penalized.
+        like: tensors by name to whose types the result is rounded; None keeps those of ``params``.
 
     Raises:
         TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
     """
-    start = unpenalized_model(params, exclude)
+    like = params if like is None else like
+    start = unpenalized_model(cast_like(params, like), exclude)
     if c == 0:
         return start
     if (bad := not_finite(params)) is not None:
@@ -78,13 +88,16 @@ def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -
             "average. Lower the learning rate."
         )
     if norm == "sparse":
-        shrunk = apply_prox_dense(params, c, norm, exclude)
+        shrunk = cast_like(apply_prox_dense(params, c, norm, exclude), like)
         return PenalizedModel(
             {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks
         )
     found = dict(zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True))
-    packed = {n: pack_low_rank(f, params[n].shape) for n, f in found.items()}
-    return PenalizedModel({**params, **packed}, {n: f.rank for n, f in found.items()})
+    packed = {
+        n: map(lambda t, dtype=like[n].dtype: t.to(dtype), pack_low_rank(f, params[n].shape))
+        for n, f in found.items()
+    }
+    return PenalizedModel({**start.weights, **packed}, {n: f.rank for n, f in found.items()})
 
 
 def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:

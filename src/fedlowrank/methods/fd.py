@@ -28,12 +28,15 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each
 from ..core.loss import cross_entropy, soft_cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree
+from ..core.tree import Params, map, tree, widen
 
 
 @tree
 class Outputs:
-    """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, classes]``."""
+    """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, classes]``.
+
+    They are statistics and in float32 for a model of half precision, too.
+    """
 
     labels: Tensor
     mean: Tensor
@@ -74,7 +77,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     def server_init(self, task: Task) -> Server:
         """No output is known."""
-        like = next(iter(task.model(task.clients[0]).initial.values()))
+        like = widen(next(iter(task.model(task.clients[0]).initial.values())))
         return Server(like.new_zeros(task.classes, task.classes), like.new_zeros(task.classes), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:

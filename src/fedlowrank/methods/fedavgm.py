@@ -19,13 +19,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.method import ClientInfo, Method, ServerView, Task
-from ..core.tree import Params, add, sub, tree, zeros_like
+from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 
 
 @tree
 class Server:
-    """The model w and its velocity v."""
+    """The model w and its velocity v, in float32 for parameters of half precision."""
 
     model: Params
     velocity: Params
@@ -55,7 +55,7 @@ class FedAvgM(Method[Server, None, Params, Params]):
     def server_init(self, task: Task) -> Server:
         """The common initial weights, and v = 0."""
         w = task.common_model(self.title).initial
-        return Server(w, zeros_like(w))
+        return Server(w, zeros_like(widen(w)))
 
     def download(self, server: Server, client: ClientInfo) -> Params:
         """w^t."""
@@ -70,4 +70,4 @@ class FedAvgM(Method[Server, None, Params, Params]):
         del view
         # v <- β v + Δ with Δ = w^t - mean of w_k
         velocity = add(sub(server.model, total), server.velocity, self.server_momentum)
-        return Server(add(server.model, velocity, -self.server_lr), velocity)
+        return Server(cast_like(add(server.model, velocity, -self.server_lr), server.model), velocity)

@@ -28,12 +28,12 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
-from ..core.tree import Params, add, sub, tree, zeros_like
+from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
 
 
 @tree
 class Cloud:
-    """θ, the plain mean of the last replies, and h."""
+    """θ, the plain mean of the last replies, and h, in float32 for parameters of half precision."""
 
     model: Params
     mean: Params
@@ -67,11 +67,11 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
     def server_init(self, task: Task) -> Cloud:
         """θ^0, the common initial weights, and h = 0."""
         theta = task.common_model(self.title).initial
-        return Cloud(theta, theta, zeros_like(theta))
+        return Cloud(theta, theta, zeros_like(widen(theta)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """g_k = 0."""
-        return zeros_like(task.model(client).initial)
+        return zeros_like(widen(task.model(client).initial))
 
     def download(self, server: Cloud, client: ClientInfo) -> Down:
         """θ^t."""
@@ -83,17 +83,18 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         loss = supervised_loss(view.model)
         proximal = ProximalTerm(self.alpha, center=down.model, linear=state)
         theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=proximal)
-        return add(state, sub(theta, down.model), -self.alpha), theta
+        return add(state, sub(widen(theta), down.model), -self.alpha), theta
 
     def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:
         """θ_k, all with the same weight."""
         del client, server
-        return Mean(upload)
+        return Mean(widen(upload))
 
     def server_update(self, server: Cloud, total: Params, view: ServerView) -> Cloud:
         """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""
         h = add(server.h, sub(total, server.model), -self.alpha * view.share)
-        return Cloud(add(total, h, -1 / self.alpha), total, h)
+        model = cast_like(add(total, h, -1 / self.alpha), server.model)
+        return Cloud(model, cast_like(total, server.mean), h)
 
     def reference(self, down: Down, *_: Any) -> Params:
         """θ^t."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..core.client_model import ClientModel
 from ..core.method import Batch, ClientView, Method, ServerView, Task
 from ..core.model import Model
-from ..core.tree import Params
+from ..core.tree import Params, widen
 from .families.clusters import even, initial_models, losses_of
 
 
@@ -45,6 +45,11 @@ def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
         return batch.total(shares_of_examples(model, models, pi, batch))
 
     return view.total(counted, models, constants=(pi,)) / view.info.examples
+
+
+def _even_shares(models: Params) -> Tensor:
+    """π ``[C]`` at first; shares are statistics, and in float32 for models of half precision, too."""
+    return widen(even(models)).softmax(0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         self, state: Tensor | None, down: Params, view: ClientView
     ) -> tuple[Tensor | None, Params]:
         """The E-step, then the M-step of π and of the components."""
-        pi, model = even(down).softmax(0) if state is None else state, view.model
+        pi, model = _even_shares(down) if state is None else state, view.model
 
         def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
             q = shares_of_examples(model, received, pi, batch)
@@ -97,7 +102,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
             outputs = torch.stack([model.apply(component, x) for component in components])
             # texts have scores for every token [C, b, T, V], and no classes either
             if regression and outputs.ndim == 3:
-                return pi @ outputs.movedim(0, 1)
+                return pi.to(outputs) @ outputs.movedim(0, 1)
             return (outputs.log_softmax(-1) + pi.log().reshape(-1, *[1] * (outputs.ndim - 1))).logsumexp(0)
 
         return ClientModel(lambda: components[int(pi.argmax())], {"personal": predict}, routes=pi)
@@ -106,7 +111,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         """π_k; a client that never took part finds it by EM steps."""
         if state is not None:
             return state
-        pi = even(down).softmax(0)
+        pi = _even_shares(down)
         for _ in range(self.adapt):
             pi = mixture(down, pi, view)
         return pi

@@ -21,7 +21,7 @@ from ..adapters.wire_format import PackedFactors
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, tree
+from ..core.tree import Params, cast_like, tree, widen
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, Ledger, weighted
 from .families.lora import (
@@ -112,10 +112,11 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
         gaps = [
-            {n: Pair(p.b, p.a - means[n].a) for n, p in factors.items()} for factors in total["each"].values()
+            {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
+            for factors in total["each"].values()
         ]
         scale = server.scaling.at(next(iter(means.values())).rank)
-        residual = weighted(gaps, [scale * w / sum(weights) for w in weights])
+        residual = cast_like(weighted(gaps, [scale * w / sum(weights) for w in weights]), means)
         return Server(
             means,
             server.ledger.grown(residual, view.replied, self.tuning.wire),

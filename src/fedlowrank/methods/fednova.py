@@ -28,11 +28,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
-from ..core.method import ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, AdamW
-from ..core.tree import Params, add, map, sub, zeros_like
+from ..core.tree import Params, add, cast_like, map, sub, widen, zeros_like
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:
@@ -93,7 +94,12 @@ class FedNova(Method[Params, None, Params, Params]):
         end = view.train(supervised_loss(view.model), down, "local", self.optimizer, proximal_term=proximal)
         shrinkage = self.mu * self.optimizer.learning_rate(view.round)
         weight = weight_of_gradients(view.steps("local"), self._momentum, shrinkage)
-        return None, map(lambda t: t / weight, sub(end, down))
+        return None, cast_like(map(lambda t: t / weight, sub(widen(end), down)), down)
+
+    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+        """d_k, weighted by n_k."""
+        del server
+        return Mean(widen(upload), client.examples)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step of τ_eff along the mean of d_k."""
@@ -101,7 +107,7 @@ class FedNova(Method[Params, None, Params, Params]):
         steps = [self.epochs * -(-n // self.batch_size) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
         effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
-        return add(server, total, effective)
+        return cast_like(add(server, total, effective), server)
 
     def reference(self, down: Params, *_: Any) -> Params:
         """Zeros: d_k is an update."""

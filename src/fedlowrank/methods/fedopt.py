@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.method import ClientInfo, Method, ServerView, Task
-from ..core.tree import Params, add, map, sub, tree, zeros_like
+from ..core.tree import Params, add, cast_like, map, sub, tree, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 
 CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
@@ -35,7 +35,10 @@ CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
 
 @tree
 class Server:
-    """The model x, the running mean m of its updates Δ, and v of their squares."""
+    """The model x, the running mean m of its updates Δ, and v of their squares.
+
+    Both means are in float32 for parameters of half precision.
+    """
 
     model: Params
     m: Params
@@ -45,7 +48,8 @@ class Server:
 def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> Server:
     """The common initial weights, m = 0 and v = τ²."""
     model = task.common_model(method.title).initial
-    return Server(model, zeros_like(model), map(lambda p: torch.full_like(p, method.tau**2), model))
+    wide = widen(model)
+    return Server(model, zeros_like(wide), map(lambda p: torch.full_like(p, method.tau**2), wide))
 
 
 def send_model(method: FedAdagrad | FedAdam | FedYogi, server: Server, client: ClientInfo) -> Params:
@@ -66,7 +70,7 @@ def adaptive_step(method: FedAdagrad | FedAdam | FedYogi, server: Server, delta:
     beta1, tau = method.beta1, method.tau
     m = map(lambda m, d: beta1 * m + (1 - beta1) * d, server.m, delta)
     direction = map(lambda m, v: m / (v.sqrt() + tau), m, v)
-    return Server(add(server.model, direction, method.server_lr), m, v)
+    return Server(cast_like(add(server.model, direction, method.server_lr), server.model), m, v)
 
 
 @dataclass(frozen=True)

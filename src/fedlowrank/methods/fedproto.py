@@ -31,12 +31,12 @@ from ..core.contribution import Sum
 from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree
+from ..core.tree import Params, map, tree, widen
 
 
 @tree
 class Prototypes:
-    """Global prototypes ``mean [classes, d]``, where ``known [classes]``."""
+    """Global prototypes ``mean [classes, d]``, where ``known [classes]``; in float32 for half precision, too."""
 
     mean: Tensor
     known: Tensor
@@ -81,7 +81,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def server_init(self, task: Task) -> Prototypes:
         """No prototype is known."""
-        like = next(iter(task.model(task.clients[0]).initial.values()))
+        like = widen(next(iter(task.model(task.clients[0]).initial.values())))
         mean = like.new_zeros(task.classes, task.common_width(self.title))
         return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=like.device))
 
@@ -148,7 +148,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
             return ClientModel(state.model)
 
         def nearest(x: Any) -> Tensor:
-            gap = torch.cdist(model.represent(state.model, x), down.mean)
+            gap = torch.cdist(widen(model.represent(state.model, x)), down.mean)
             return torch.where(usable, -gap, -torch.inf)
 
         return ClientModel(state.model, {"personal": nearest})

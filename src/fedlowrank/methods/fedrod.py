@@ -33,7 +33,7 @@ from ..core.client_model import ClientModel
 from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, add, map, numel, tree, zeros_like
+from ..core.tree import Params, add, map, numel, tree, zeros_like, wide_type
 
 
 @tree
@@ -92,9 +92,9 @@ class FedRoD(Method[Params, Params, Params, Params]):
             generic = cross_entropy(model.head(now.model, z) + offset, batch)
             return generic + cross_entropy(model.head(add(fixed, now.own), z.detach()), batch)
 
-        counts = view.total(by_class, down).to(next(iter(down.values())))
+        counts, like = view.total(by_class, down), next(iter(down.values()))
         # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN
-        offset = counts.pow(self.gamma).log()
+        offset = counts.to(wide_type(like.dtype)).pow(self.gamma).log().to(like)
         end = view.train(loss, Joint(down, state), "local", self.optimizer, constants=(offset,))
         return end.own, end.model
 

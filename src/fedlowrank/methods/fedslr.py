@@ -35,7 +35,7 @@ from ..core.contribution import Each, Mean, mean
 from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
-from ..core.tree import Params, add, map, sub, tree, zeros_like
+from ..core.tree import Params, add, map, sub, tree, widen, zeros_like
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (
     Norm,
@@ -52,7 +52,7 @@ from ..models.normalization import zero_normalizations
 
 @tree
 class Server:
-    """w^t; γ̄; and γ_i by client unless memory-efficient."""
+    """w^t; γ̄; and γ_i by client unless memory-efficient. γ is in float32 for parameters of half precision."""
 
     w: PenalizedModel
     gamma: Params
@@ -113,7 +113,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def server_init(self, task: Task) -> Server:
         """w^0, the common initial weights, and γ̄ = 0."""
         w = task.common_model(self.title).initial
-        return Server(unpenalized_model(w, self.exclude), zeros_like(w), {})
+        return Server(unpenalized_model(w, self.exclude), zeros_like(widen(w)), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
@@ -122,7 +122,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         if self.personal_start == "initial":
             # with normalizations too, w + p would begin with twice their scale
             p = zero_normalizations(model.initial, model.module)
-        return Client(zeros_like(model.initial), p)
+        return Client(zeros_like(widen(model.initial)), p)
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
@@ -144,23 +144,27 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
         p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
-        return Client(add(state.gamma, sub(w, w_i), 1 / self.eta_g), p), w_i
+        return Client(add(state.gamma, sub(widen(w), w_i), 1 / self.eta_g), p), w_i
 
     def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
         del client, server
-        return {"w": Mean(upload)} if self.memory_efficient else {"w": Mean(upload), "each": Each(upload)}
+        mean = {"w": Mean(widen(upload))}
+        return mean if self.memory_efficient else {**mean, "each": Each(upload)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
-        w, mean_w = server.w.dense(view.task.common_model(self.title).initial), total["w"]
+        like = view.task.common_model(self.title).initial
+        w, mean_w = widen(server.w.dense(like)), total["w"]
         each, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
         if not self.memory_efficient:
             each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
             for i, w_i in total["each"].items():
                 each[str(i)] = add(each[str(i)], sub(w, w_i), 1 / self.eta_g)
             gamma = mean(each.values(), [1.0] * len(each))
-        new = apply_prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
+        new = apply_prox(
+            add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude, like
+        )
         warn_if_all_zero(self.title, server.w, new, view.round)
         return Server(new, gamma, each)
 

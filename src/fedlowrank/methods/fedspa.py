@@ -43,7 +43,7 @@ from ..core.errors import TaskError
 from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
-from ..core.tree import Params, add, sub, tree, zeros_like
+from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
 from ..linalg.matricize import Sparse
 
 Masks = dict[str, Tensor]
@@ -162,14 +162,15 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The update, zero outside the client's mask, all with the same weight; and its next mask."""
-        update = Mean(spread(upload.update, server.masks[str(client.id)]))
+        update = Mean(widen(spread(upload.update, server.masks[str(client.id)])))
         return {"update": update, "masks": Each(upload.masks)} if self.prune > 0 else {"update": update}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One step along the mean update."""
         del view
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
-        return Server(sub(server.model, total["update"]), server.masks | masks)
+        model = cast_like(sub(server.model, total["update"]), server.model)
+        return Server(model, server.masks | masks)
 
     def reference(self, *_: Any) -> Any:
         """The values on the mask are an update."""

@@ -37,7 +37,7 @@ from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
 from ..core.server_optimizer import Memory, fresh_memory, server_step
-from ..core.tree import tree
+from ..core.tree import cast_like, tree, widen
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
     by_cluster,
@@ -153,19 +153,21 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
     def contribution(self, upload: Upload, client: ClientInfo, *_: Any) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
         weights = cluster_weights(self.title, client, upload.pi, self.clusters)
-        base = Mean(upload.model["base"], client.examples)
-        return {"base": base, "adaptors": by_cluster(upload.model["adaptors"], weights)}
+        model = widen(upload.model)
+        base = Mean(model["base"], client.examples)
+        return {"base": base, "adaptors": by_cluster(model["adaptors"], weights)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
-        new = {"base": total["base"], "adaptors": cluster_means(server.model["adaptors"], total["adaptors"])}
-        model, memory = server_step(self.server_optimizer, server.model, new, server.memory, view.round)
+        old = widen(server.model)
+        new = {"base": total["base"], "adaptors": cluster_means(old["adaptors"], total["adaptors"])}
+        model, memory = server_step(self.server_optimizer, old, new, server.memory, view.round)
         if self.center:
             p = total["adaptors"]["weights"]
             u, a = model["base"], model["adaptors"]
             u, a = center_adaptors(u, a, p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
-        return Server(model, memory)
+        return Server(cast_like(model, server.model), memory)
 
     def reference(self, down: dict[str, Any], *_: Any) -> Any:
         """{u, a} as they were sent; π^k is no update."""

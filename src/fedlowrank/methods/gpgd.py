@@ -22,7 +22,7 @@ from ..core.contribution import Mean
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
-from ..core.tree import Params
+from ..core.tree import Params, widen
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import Norm, PenalizedModel, apply_prox, unpenalized_model, warn_if_all_zero
 
@@ -71,11 +71,12 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     def contribution(self, upload: Params, client: ClientInfo, server: PenalizedModel) -> Mean:
         """w_i, all with the same weight."""
         del client, server
-        return Mean(upload)
+        return Mean(widen(upload))
 
     def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
         """Prox at the mean of the replies."""
-        new = apply_prox(total, self.lam * self.eta_g, self.shared, self.exclude)
+        like = view.task.common_model(self.title).initial
+        new = apply_prox(total, self.lam * self.eta_g, self.shared, self.exclude, like)
         warn_if_all_zero(self.title, server, new, view.round)
         return new
 

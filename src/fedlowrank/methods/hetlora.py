@@ -29,7 +29,7 @@ from ..adapters.lora import average_present_components, lora_of
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, Sum
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
-from ..core.tree import Params, tree
+from ..core.tree import Params, cast_like, tree, widen
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora import (
@@ -120,7 +120,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = received(upload), float(client.examples)
         rank, top = next(iter(factors.values())).rank, max(p.rank for p in server.factors.values())
-        unit = scaled(factors, server.scaling.at(rank))
+        unit = scaled(widen(factors), server.scaling.at(rank))
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
         found: dict[str, Any] = {
@@ -138,6 +138,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
         if self.per_index and total["factors"] is not None:
             factors = average_present_components(factors, server.factors, total["reached"])
+        factors = cast_like(factors, server.factors)
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 

@@ -36,7 +36,7 @@ from ..core.contribution import Mean
 from ..core.loss import gradient, supervised_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
-from ..core.tree import Params, add, map, square_distance, sub
+from ..core.tree import Params, add, cast_like, map, square_distance, sub, widen
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,13 @@ class PFedMe(Method[Params, Params, Params, Params]):
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """w_k, all with the same weight, or weighted by n_k."""
         del server
-        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+        return Mean(widen(upload), client.examples if self.weighting == "examples" else 1.0)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step to the mean of the replies."""
         del view
-        return map(lambda w, mean: (1 - self.beta) * w + self.beta * mean, server, total)
+        moved = map(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
+        return cast_like(moved, server)
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """θ, and w as a second series."""

@@ -30,12 +30,16 @@ from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import AdamW
-from ..core.tree import Params, add, map, sub, tree, zeros_like
+from ..core.tree import Params, add, cast_like, map, sub, tree, widen, zeros_like
 
 
 @tree
 class Controlled:
-    """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up."""
+    """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up.
+
+    Control variates are in float32 for parameters of half precision: what is rounded in one round would be
+    missing in all that follow.
+    """
 
     model: Params
     control: Params
@@ -69,11 +73,11 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
     def server_init(self, task: Task) -> Controlled:
         """The common initial weights, and c = 0."""
         x = task.common_model(self.title).initial
-        return Controlled(x, zeros_like(x))
+        return Controlled(x, zeros_like(widen(x)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """c_k = 0."""
-        return zeros_like(task.model(client).initial)
+        return zeros_like(widen(task.model(client).initial))
 
     def local_update(self, state: Params, down: Controlled, view: ClientView) -> tuple[Params, Controlled]:
         """Corrected SGD, then option II."""
@@ -85,19 +89,18 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
         # the client adds what it sends, so that both sides hold the same sum
-        change = map(lambda x, end, c: (x - end) / way - c, down.model, y, down.control)
+        change = map(lambda x, end, c: (x - end) / way - c, widen(down.model), y, down.control)
         return add(state, change), Controlled(sub(y, down.model), change)
 
     def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:
         """Both differences, all clients with the same weight."""
         del client, server
-        return Mean(upload)
+        return Mean(widen(upload))
 
     def server_update(self, server: Controlled, total: Controlled, view: ServerView) -> Controlled:
         """A step along the mean; c moves by the share of the clients that replied."""
-        return Controlled(
-            add(server.model, total.model, self.eta_g), add(server.control, total.control, view.share)
-        )
+        model = cast_like(add(server.model, total.model, self.eta_g), server.model)
+        return Controlled(model, add(server.control, total.control, view.share))
 
     def reference(self, down: Controlled, *_: Any) -> Controlled:
         """Zeros: both differences are updates."""

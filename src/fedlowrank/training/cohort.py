@@ -161,10 +161,9 @@ class Stack(Work):
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients scaled so that the norm of each client's is at most ``bound``."""
-        wide = tree.widen(grads)
-        square = torch.stack([g.flatten(1).square().sum(1) for g in wide]).sum(0)
+        square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
         scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
-        return tree.cast_like([g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in wide], grads)
+        return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class Work:
         self.center = None if not term.strength else tensors_like(request.start, layout(term.center))
         self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
         self.memory: list[list[Tensor]] = []
+        self._is_half = any(tree.wide_type(p.dtype) != p.dtype for p in self.params)
         self._lr = request.optimizer.learning_rate(round)
         self.is_plain_sgd = self._is_plain_sgd()
 
@@ -80,15 +81,18 @@ class Work:
         request = self.request
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads)
+        # in float32 for half precision, so that a step is rounded once
+        params, grads = (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
         if self.linear is not None:
             grads = list(torch._foreach_sub(grads, self.linear))
         if self.center is not None:
-            grads = list(
-                torch._foreach_add(grads, torch._foreach_sub(self.params, self.center), alpha=self.strength)
-            )
+            away = torch._foreach_sub(params, self.center)
+            grads = list(torch._foreach_add(grads, away, alpha=self.strength))
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
-        request.optimizer.step(self.params, grads, self.memory, self.rates, count)
+        request.optimizer.step(params, grads, self.memory, self.rates, count)
+        if self._is_half:
+            torch._foreach_copy_(self.params, params)
 
     @torch.no_grad()
     def proximal(self) -> None:

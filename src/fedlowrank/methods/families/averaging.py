@@ -11,7 +11,7 @@ from ...core.contribution import Mean
 from ...core.loss import supervised_loss
 from ...core.method import ClientInfo, ClientView
 from ...core.optimizer import Optimizer
-from ...core.tree import Params
+from ...core.tree import Params, widen
 
 Weighting = Literal["examples", "uniform"]
 
@@ -33,6 +33,6 @@ def train_model(method: _Averaging, state: None, down: Params, view: ClientView)
 
 
 def average_models(method: _Averaging, upload: Params, client: ClientInfo, server: Any) -> Mean:
-    """The client's model, weighted by n_k or uniformly."""
+    """The client's model, weighted by n_k or uniformly; in float32, for the server computes on with the mean."""
     del server
-    return Mean(upload, client.examples if method.weighting == "examples" else 1.0)
+    return Mean(widen(upload), client.examples if method.weighting == "examples" else 1.0)

@@ -92,8 +92,7 @@ class Base:
         for factors in map(unpack_factors, self.stacks):
             for name, pair in factors.items():
                 # in half precision small updates would be lost
-                wide = torch.promote_types(pair.b.dtype, torch.float32)
-                update = pair.b.to(wide) @ pair.a.to(wide)
+                update = trees.widen(pair.b) @ trees.widen(pair.a)
                 found[name] = found[name] + update if name in found else update
         return found
 

@@ -83,7 +83,7 @@ def weigh_clusters(
         return batch.total(pointwise_loss(apply(parts, pi, batch.x), batch.y))
 
     losses = [view.total(lost, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
-    return -router.lr * router.temperature * torch.stack(losses) / view.info.examples
+    return (-router.lr * router.temperature * torch.stack(losses) / view.info.examples).to(theta)
 
 
 def learn_router(
