@@ -4,6 +4,8 @@ nothing that travels."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import SGD, Federation, simulate
+from fedlowrank.adapters.deployment import load_deployed
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.core.method import ClientInfo
+from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential, Vectorized
+from fedlowrank.linalg.matricize import sum_parts
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.architecture import Architecture
+from fedlowrank.simulation.export import export, write
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.training.flops import FlopLedger
+from fedlowrank.training.local_data import LocalData
+from fedlowrank.training.trainer import LocalTrainer
 
 
 class Net(nn.Module):
@@ -66,18 +77,97 @@ def test_a_client_infers_by_the_statistics_of_its_own_training_data() -> None:
         np.testing.assert_allclose(net(data.test.x).detach().numpy(), expected, atol=1e-5)
 
 
-def test_many_chunks_give_the_means_of_their_means() -> None:
-    result = simulate("fedavg", Federation.from_arrays(clients([700, 40]), Net, val=0.0), rounds=1)
-    x = result.run.federation.clients[0].train.x
-    halves = [
-        h @ result.run.state.server["body.weight"].T + result.run.state.server["body.bias"]
-        for h in x.chunk(3)
-    ]
-    sizes = {len(h) for h in halves}
-    assert len(x) > 512
-    assert sizes == {210}
-    mean = torch.stack([h.mean(0) for h in halves]).mean(0)
-    torch.testing.assert_close(result.personal(0)["norm.running_mean"], mean, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(
+    ("method", "series"), [("fedavg", None), ("fedslr", "mixed"), ("fedslr", "gkr"), ("fedspa", None)]
+)
+def test_an_export_has_the_statistics_of_the_client(method: str, series: str | None, tmp_path: Path) -> None:
+    run = simulate(method, Federation.from_arrays(clients([40, 60]), Net), rounds=1).run
+    data = run.federation.clients[1]
+    made = run.local_model(run.federation.infos[1])
+    parts = made.parts.get(series or next(iter(made.predictors)), ())
+    params = sum_parts(parts, made.model.initial) if parts else made.personal()
+    write(run, 1, series, "small", tmp_path / "model.safetensors", repeats=1)
+    for net in (export(run, 1, series), load_deployed(Net(), tmp_path / "model.safetensors")):
+        found = net.eval()(data.test.x).detach().numpy()
+        np.testing.assert_allclose(found, by_hand(params, data.train.x, data.test.x), atol=1e-4)
+
+
+class Twice(nn.Module):
+    """One normalization that is called twice, and one of batches before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(4, track_running_stats=False)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.norm(torch.relu(self.norm(self.first(x).square())) * 2)
+        return z
+
+
+DEEP = {
+    "vectors": (lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(),
+        nn.Linear(5, 3), nn.BatchNorm1d(3, affine=False)), (4,)),
+    "sequences": (lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3)), (2, 6)),
+    "images": (lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ELU(), nn.Conv2d(3, 2, 2),
+        nn.BatchNorm2d(2)), (1, 4, 4)),
+    "volumes": (lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.BatchNorm3d(2)), (1, 2, 3, 2)),
+    "one layer twice": (Twice, (4,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_statistics_are_those_of_all_examples_as_one_batch(kind: str) -> None:
+    make, shape = DEEP[kind]
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(600, *shape, generator=g)
+    # sorted, so that each chunk has another mean
+    x += torch.linspace(-3, 3, 600).reshape(-1, *[1] * len(shape))
+    y = torch.zeros(600, dtype=torch.int64)
+    model = Architecture("net", make(), x[:1])
+    data = LocalData(ClientInfo(0, 600, "net"), Examples(x, y), {}, Key(("data",)))
+    assert len(list(data.chunks())) == 3
+    found = model.with_local_statistics(data.inputs).whole(model.initial)
+    torch.testing.assert_close(
+        {n: found[n] for n in model.statistics}, of_one_batch(make, model.initial, x), rtol=1e-4, atol=1e-5
+    )
+
+
+def of_one_batch(make: Callable[[], nn.Module], params: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    """Running statistics after one forward pass of all examples, by PyTorch."""
+    net = make().train()
+    net.load_state_dict(params, strict=False)
+    for layer in net.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.momentum = None
+    with torch.no_grad():
+        net(x)
+    return {n: b for n, b in net.named_buffers() if "running" in n}
+
+
+def test_the_order_of_examples_does_not_change_a_model() -> None:
+    g = torch.Generator().manual_seed(0)
+    y = torch.arange(512) // 256
+    x, new = torch.randn(512, 4, generator=g) + 6.0 * y[:, None] - 3.0, torch.randn(8, 4, generator=g)
+    model = Architecture("net", Net(), x[:1])
+    for order in (torch.arange(512), torch.randperm(512, generator=g)):
+        data = LocalData(ClientInfo(0, 512, "net"), Examples(x[order], y[order]), {}, Key(("data",)))
+        scores = model.with_local_statistics(data.inputs).apply(model.initial, new)
+        np.testing.assert_allclose(scores.detach(), by_hand(model.initial, x, new), atol=1e-5)
+
+
+def test_sums_over_the_training_data_do_not_depend_on_chunks() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 4, generator=g) + torch.linspace(-3, 3, 600)[:, None]
+    y = torch.randint(0, 3, (600,), generator=g)
+    model = Architecture("net", Net(), x[:1])
+    data = LocalData(ClientInfo(0, 600, "net"), Examples(x, y), {}, Key(("data",)))
+    trainer = LocalTrainer(model, [model], data, 0, FlopLedger())
+    total = trainer.total(lambda p, batch: batch.total(model.apply(p, batch.x)), model.initial, ())
+    np.testing.assert_allclose(total, by_hand(model.initial, x, x).sum(0), rtol=1e-4, atol=1e-3)
+    # two matrices, a multiplication and an addition an entry; the statistics take the first one more
+    assert trainer.meter.flops == 600 * 2 * (2 * (4 * 5 + 5 * 3))
 
 
 def test_no_statistic_travels_or_is_kept() -> None:
@@ -123,7 +213,7 @@ def test_padding_never_enters_a_batch_s_statistics() -> None:
 
 def test_a_batch_of_one_example_is_refused_with_a_way_out() -> None:
     federation = Federation.from_arrays(clients([42]), Net, val=0.0, test=0.0)
-    with pytest.raises(TaskError, match=r"single example.*batch size"):
+    with pytest.raises(TaskError, match="at least two values of each channel"):
         simulate(FedAvg(batch_size=41), federation, rounds=1)
 
 

@@ -84,7 +84,8 @@ def deploy(
 
     Args:
         module: left as it is; the copy is in evaluation mode and needs no gradient.
-        weights: all its parameters by name.
+        weights: all its parameters by name, and the buffers that differ from the module's, such as the
+            statistics of batch normalizations.
         sparse: what to add to all or some of them.
         layout: ``small``, the form of least bytes; or ``fast``, of least work, as ``TRANSFER_COST`` and
             :data:`SPARSE` weigh it, where no convolution with a sparse part is thin. Ties are dense.
@@ -108,6 +109,10 @@ def deploy(
             param.data = merged.detach().to(param.device, copy=True).contiguous()
         else:
             compress_layer(layer, parts)
+    for name, buffer in made.named_buffers():
+        own = weights.get(name)
+        if isinstance(own, Tensor):
+            buffer.data = own.detach().to(buffer.device, copy=True)
     return made
 
 

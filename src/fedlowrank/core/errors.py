@@ -22,6 +22,28 @@ class TaskError(FedlowrankError):
     """A method, its models and the federation do not fit together."""
 
 
+class SingleValueError(TaskError):
+    """A batch normalization sees a single value of each channel, which cannot be normalized.
+
+    Args:
+        layer: dotted name of the normalization in its model.
+        whose: the client and its examples, or the model, where they are known.
+        advice: what to do instead.
+    """
+
+    def __init__(self, layer: str, whose: str = "", advice: str = "") -> None:
+        need = "needs at least two values of each channel, and one example gives it one"
+        where = f"{whose}: " if whose else ""
+        advice = (
+            advice or "Give more examples, or use a normalization that treats examples singly (nn.GroupNorm)."
+        )
+        super().__init__(f"{where}the batch normalization {layer!r} {need}. {advice}")
+        self.layer, self.whose, self.advice = layer, whose, advice
+
+    def __reduce__(self) -> tuple[type[SingleValueError], tuple[str, str, str]]:
+        return type(self), (self.layer, self.whose, self.advice)
+
+
 class CheckpointError(FedlowrankError):
     """A run folder cannot be written, read or resumed."""
 

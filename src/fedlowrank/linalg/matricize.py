@@ -148,12 +148,18 @@ def count_parameters(parts: Sequence[Weights], like: Params) -> int:
 
 
 def sum_parts(parts: Sequence[Weights], like: Params) -> Params:
-    """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero."""
-    whole = {n: torch.zeros_like(w) for n, w in widen(like).items()}
+    """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero.
+
+    What is not in ``like``, such as a buffer, is that of the last part that has it.
+    """
+    whole, others = {n: torch.zeros_like(w) for n, w in widen(like).items()}, {}
     for part in parts:
         for n, w in unpack_weights(part, like).items():
-            whole[n] = whole[n] + w
-    return cast_like(whole, like)
+            if n in whole:
+                whole[n] = whole[n] + w
+            else:
+                others[n] = w
+    return {**cast_like(whole, like), **others}
 
 
 def _count_stored(w: Tensor | LowRank | Sparse) -> int:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
-from .normalization import Chunks, FunctionalModule, frozen_normalizations, refuse_instance_statistics
+from .local_statistics import LocalStatistics, current_statistics
+from .normalization import FunctionalModule, frozen_normalizations, refuse_instance_statistics
+from .pooled_statistics import Chunks
 from .standard import has_hooks, is_standard
 from .stateless import SavedSlots, restore
 
@@ -65,8 +67,7 @@ class Architecture:
         self.statistics = self._code.names
         self.buffers = self._initial_buffers()
         self._current_buffers: Params | None = None
-        self._chunks: Chunks | None = None
-        self._completed: list[tuple[Params, Params]] = []
+        self._local: LocalStatistics | None = None
         self.cache: dict[str, Any] = {}
         self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
         _refuse_parameter_hooks(name, module)
@@ -136,7 +137,6 @@ class Architecture:
             return self
         made = copy.copy(self)
         made._current_buffers = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
-        made._completed = []
         return made
 
     @property
@@ -236,23 +236,17 @@ class Architecture:
 
     def add_statistics(self, params: Params) -> Params:
         """The parameters with the statistics of the client's training data, where the client is known."""
-        if self._chunks is None or not self.statistics or self.statistics[0] in params:
+        local = self._local or current_statistics()
+        if local is None or not self.statistics or self.statistics[0] in params:
             return params
-        for known, whole in self._completed:
-            if known.keys() == params.keys() and all(known[n] is params[n] for n in known):
-                return whole
-        buffers = {n: b.clone() for n, b in (self._current_buffers or {}).items()}
-        whole = params | self._code.statistics(params | buffers, self._chunks)
-        # a few models at a time: a method may compare as many as it has series
-        self._completed = [*self._completed[-3:], (params, whole)]
-        return whole
+        return local.complete(self._code, params, self._current_buffers or {})
 
     def with_local_statistics(self, chunks: Chunks) -> Architecture:
         """The same at a client that infers: batch normalizations use the statistics of its training data."""
         if not self.statistics:
             return self
         made = copy.copy(self)
-        made._chunks, made._completed = chunks, []
+        made._local = LocalStatistics(chunks)
         return made
 
     def represent(self, params: Params, x: Any) -> Tensor:

@@ -8,22 +8,19 @@ by: nothing to keep in a state, nothing that is out of date, and the same in eve
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import TaskError
+from ..core.errors import SingleValueError, TaskError
 from ..core.tree import Params
+from .pooled_statistics import Chunks, pooled_statistics, single_value
 from .stateless import SavedSlots, Stateless, is_within, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"Norm(\dd)?$")
 _INSTANCE = nn.modules.instancenorm._InstanceNorm
-
-Chunks = Callable[[], Iterable[Any]]
-"""The inputs of a client's training data, a few at a time."""
 
 
 class FunctionalModule:
@@ -54,10 +51,11 @@ class FunctionalModule:
         layers = {
             n: m
             for n, m in module.named_modules()
-            if _has_statistics(m) and m not in frozen and not is_within(n, without)
+            if isinstance(m, _BATCH) and m not in frozen and not is_within(n, without)
         }
-        self._layers = list(layers.values())
-        self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
+        self._layers = {n: m for n, m in layers.items() if _has_statistics(m)}
+        self._untracked = {n: m for n, m in layers.items() if not _has_statistics(m)}
+        self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = _aliases(module)
         self._without: SavedSlots = []
         if without is not None:
@@ -86,9 +84,8 @@ class FunctionalModule:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise TaskError(
-                "a batch of a single example cannot be normalized by itself. Choose a batch size that "
-                "leaves no client a last batch of one example, or a model without batch normalization."
+            raise SingleValueError(
+                self.layer_with_single_value(params, x) or type(self._module).__name__
             ) from error
         finally:
             restore(saved)
@@ -127,7 +124,7 @@ class FunctionalModule:
     def _install(self, params: Params, saved: SavedSlots) -> None:
         """Exchange tensors, the head, and the mode of batch normalizations."""
         by_batch = bool(self.names) and self.names[0] not in params
-        for layer in self._layers:
+        for layer in self._layers.values():
             # by the batch, and without a change to the running statistics; or by the statistics that are
             # given
             for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
@@ -139,37 +136,48 @@ class FunctionalModule:
         self._stateless.install(params, saved)
 
     def neutral(self) -> Params:
-        """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch."""
-        return {
-            n: torch.full_like(self._stateless.current(n), float(n.endswith("running_var")))
-            for n in self.names
-        }
+        """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch.
+
+        Those of normalizations without running statistics are included.
+        """
+        like = next(self._module.parameters(), torch.zeros(()))
+        found = {n: torch.zeros_like(self._stateless.current(n)) for n in self.names}
+        for name, layer in self._untracked.items():
+            own = like if layer.weight is None else layer.weight
+            for n in _statistics_of(name):
+                found[n] = torch.zeros(layer.num_features, dtype=own.dtype, device=own.device)
+        return {n: t + 1 if n.endswith("running_var") else t for n, t in found.items()}
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
-        """Running statistics of data under these parameters: means of the chunks' mean and unbiased variance.
+        """Running statistics of data under these parameters; see :mod:`.pooled_statistics`.
 
         Args:
             params: of the module.
-            chunks: of the data; their sizes should be like each other.
+            chunks: of the data; neither their sizes nor the order of examples matter.
+
+        Raises:
+            SingleValueError: if a layer sees one value of each channel, which has no variance.
         """
-        found = self.neutral()
         saved: SavedSlots = []
-        given = self._with_aliases(params)
         try:
-            self._stateless.install({**given, **found}, saved)
-            for layer in self._layers:
-                # without momentum the statistics are the plain mean over calls
-                for flag, value in (("training", True), ("track_running_stats", True), ("momentum", None)):
-                    saved.append((layer.__dict__, flag, layer.__dict__[flag]))
-                    layer.__dict__[flag] = value
-                saved.append((layer._buffers, "num_batches_tracked", layer.num_batches_tracked))
-                layer._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
-            with torch.no_grad():
-                for x in chunks():
-                    self._module(**x) if isinstance(x, dict) else self._module(x)
+            self._stateless.install(self._with_aliases(params), saved)
+            found = pooled_statistics(self._module, self._layers | self._untracked, chunks)
         finally:
             restore(saved)
-        return found
+        made = self.neutral()
+        for name in self._layers.keys() & found.keys():
+            for n, t in zip(_statistics_of(name), found[name], strict=True):
+                made[n] = t.to(made[n])
+        return {n: made[n] for n in self.names}
+
+    def layer_with_single_value(self, params: Params, x: Any) -> str | None:
+        """Name of the first batch normalization for which these inputs are one value of each channel."""
+        saved: SavedSlots = []
+        try:
+            self._stateless.install(self._with_aliases(params), saved)
+            return single_value(self._module, self._layers | self._untracked, x)
+        finally:
+            restore(saved)
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:
@@ -212,6 +220,11 @@ def zero_normalizations(params: Params, module: nn.Module) -> Params:
     """Parameters of a module, with zero for the scales and shifts of its normalization layers."""
     names = normalization_parameters(module)
     return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
+
+
+def _statistics_of(layer: str) -> tuple[str, str]:
+    """Names of the running statistics of a layer."""
+    return f"{layer}.running_mean".lstrip("."), f"{layer}.running_var".lstrip(".")
 
 
 def _has_statistics(layer: nn.Module) -> bool:

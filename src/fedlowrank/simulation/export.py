@@ -117,7 +117,11 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weig
             "exported"
         )
     if name in made.parts:
-        return made.model, made.parts[name]
+        first, *rest = made.parts[name]
+        weights = sum_parts(made.parts[name], made.model.initial)
+        # statistics of batch normalizations and other buffers are of the client, and of no part
+        own = {n: t for n, t in made.model.whole(weights).items() if n not in weights}
+        return made.model, ({**first, **own}, *rest)
     params = canonical(made.personal())
     some = _first(run.federation.clients[client].train.x)
     with torch.inference_mode():

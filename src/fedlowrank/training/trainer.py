@@ -17,8 +17,9 @@ from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..core.method import Batch, ClientInfo, Request
 from ..models.architecture import Architecture
+from ..models.local_statistics import infer_by
 from .captured_variables import code_of
-from .flops import FlopLedger
+from .flops import FlopCounter, FlopLedger
 from .local_data import LocalData, Size, gather, size_of
 from .steps import Work, layout
 
@@ -174,7 +175,9 @@ class LocalTrainer:
             if standard
             else (self.data.key / "total").global_generators(self.data.examples.y.device)
         )
-        with torch.no_grad(), draws:
+        with torch.no_grad(), draws, infer_by(self.data.inputs):
+            if any(model.couples for model in self.models):
+                self.meter.flops += self._count_statistics(statistic, params, constants)
             for batch in self.data.chunks():
                 size = size_of(batch)
                 if standard and not self.ledger.knows(kind, size):
@@ -187,6 +190,18 @@ class LocalTrainer:
                 sums = [part if not sums else tree.add(sums[0], part)]
         self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
+
+    def _count_statistics(
+        self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
+    ) -> int:
+        """Find the statistics of batch normalizations, and what they cost beside the examples themselves."""
+        batch = next(self.data.chunks())
+        counts = []
+        for _ in range(2):
+            with FlopCounter() as counter:
+                statistic(params, batch, *constants)
+            counts.append(counter.total)
+        return counts[0] - counts[1]
 
 
 def descend(
