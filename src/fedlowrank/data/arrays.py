@@ -17,7 +17,8 @@ from ..core.choices import check_choices
 from ..core.errors import DataError, did_you_mean
 from .checks import describe_array
 from .dataset import Dataset, Examples
-from .files import check_file, expand_path, scale_bytes
+from .files import check_file, expand_path
+from .input_types import InputTypes
 from .user_arrays import ONE_HOT_WARNING, is_one_hot, target_hint
 
 Layout = Literal["as_is", "hw", "hwc"]
@@ -27,7 +28,8 @@ Layout = Literal["as_is", "hw", "hwc"]
 class Arrays:
     """An ``.npz`` file with ``x_train``, ``y_train``, optionally ``x_test``, ``y_test``; or ``x`` and ``y``.
 
-    Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged. Labels are whole
+    Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged (save ids of words
+    or characters as int64). Labels are whole
     numbers from 0 on, or text; floating-point targets ``y`` [n, d] make a regression. ``client_train`` and
     ``client_test`` (or ``client``, for the training part) hold the natural client of each example: whole
     numbers, negative for none, or text. ``classes``, text, names the classes. Arrays under unrelated names
@@ -64,30 +66,38 @@ class Arrays:
         if "client" in arrays and "client_train" in arrays:
             raise DataError(f"{where} holds both 'client' and 'client_train'.")
         ends = [end, "_test"] if "x_test" in arrays or "y_test" in arrays else [end]
-        inputs = [self._inputs(_get(arrays, "x" + e, where), where) for e in ends]
+        types = InputTypes()
+        inputs = [self._inputs(_get(arrays, "x" + e, where), f"'x{e}' in {where}", types) for e in ends]
         targets, classes = _targets([_get(arrays, "y" + e, where) for e in ends], arrays, where)
         ids = [arrays.get("client" + end, arrays.get("client")), arrays.get("client_test")]
         natural, natural_test = encode_clients(ids, f"the client ids in {where}")
         train, *rest = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
         test = rest[0] if rest else None
         notes = () if classes or not is_one_hot(train.y) else (ONE_HOT_WARNING,)
+        if scaled := types.warning():
+            notes += (scaled,)
         return Dataset(file.stem, train, test, classes, natural, natural_test, notes=notes)
 
-    def _inputs(self, x: np.ndarray, where: str) -> Tensor:
+    def _inputs(self, x: np.ndarray, where: str, types: InputTypes) -> Tensor:
         if self.layout != "as_is":
             axes = {"hw": 3, "hwc": 4}[self.layout]
             if x.ndim != axes:
                 raise DataError(f"{where}: layout {self.layout!r} needs {axes} axes, found {list(x.shape)}.")
             x = x[:, None] if self.layout == "hw" else x.transpose(0, 3, 1, 2)
-        return to_float32(x, f"the inputs in {where}", bytes_are_pixels=True)
+        return convert_array(x, where, types)
 
 
-def to_float32(x: np.ndarray, where: str, *, bytes_are_pixels: bool) -> Tensor:
-    """Convert real numbers [n, ...] to a contiguous float32 tensor; pixels are divided by 255."""
+def convert_array(x: np.ndarray, where: str, types: InputTypes) -> Tensor:
+    """Convert inputs [n, ...] to a contiguous float32 tensor; see :mod:`fedlowrank.data.input_types`."""
+    if x.dtype == np.uint8 and x.ndim:
+        return types.convert(torch.from_numpy(np.array(x, order="C")), where)
+    return types.convert(to_float32(x, where), where)
+
+
+def to_float32(x: np.ndarray, where: str) -> Tensor:
+    """Convert real numbers [n, ...] to a contiguous float32 tensor with the same values."""
     if x.ndim == 0 or x.dtype.kind not in "biuf":
         raise DataError(f"{where} must be numbers [n, ...], not {describe_array(x)}.")
-    if bytes_are_pixels and x.dtype == np.uint8:
-        return scale_bytes(x)
     with np.errstate(over="ignore"):
         # An overflow becomes an infinity, which the data set rejects with its position.
         return torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
@@ -132,7 +142,7 @@ def _targets(
     if all(y.dtype.kind == "f" and y.ndim == 2 for y in parts):
         if "classes" in arrays:
             raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
-        return [to_float32(y, f"the targets in {where}", bytes_are_pixels=False) for y in parts], ()
+        return [to_float32(y, f"the targets in {where}") for y in parts], ()
     for y in parts:
         if y.dtype.kind in "biuf" and (hint := target_hint(torch.as_tensor(y))):
             raise DataError(f"the labels in {where} must not be {describe_array(y)}. {hint}")

@@ -15,7 +15,8 @@ from ..core.errors import DataError
 from .checks import describe_array
 from .cifar_names import CIFAR10, CIFAR100_COARSE, CIFAR100_FINE
 from .dataset import Dataset, Examples
-from .files import find_folder, scale_bytes
+from .files import find_folder
+from .input_types import scale_bytes
 from .unpickle import PickledArray, unpickle
 
 _SHAPE = (3, 32, 32)

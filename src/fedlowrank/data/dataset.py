@@ -15,13 +15,15 @@ from .checks import check_finite, chunks, describe_array
 from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
-"""Inputs of n examples: a float32 tensor [n, ...], or named tensors [n, ...] (token ids, masks, ...)."""
+"""Inputs of n examples: a float32 tensor [n, ...], or int64 where a model looks up whole numbers; or named
+tensors [n, ...] (token ids, masks, ...)."""
 
 Stored: TypeAlias = Inputs | Pixels
 """Inputs as examples store them: images may be bytes."""
 
 Normalization: TypeAlias = Literal["none", "scale", "standard", "standard_per_client"]
 
+_INPUTS = torch.float32, torch.int64
 _TARGETS = (torch.int64, 1), (torch.float32, 2)
 _TOKEN_LABELS = (torch.int64, 2)
 
@@ -31,7 +33,8 @@ class Examples:
     """Inputs and targets of n examples (n may be 0: a client may have no validation data).
 
     Attributes:
-        x: inputs, float32 [n, ...]; or such images as bytes; or, for text, named tensors [n, ...].
+        x: inputs, float32 [n, ...], or int64 that a model looks up; or images as bytes; or, for text, named
+            tensors [n, ...].
         y: labels, int64 [n]; or the real targets of a regression, float32 [n, d]; or token labels, int64 [n,
             T], beside inputs ``input_ids`` [n, T]: the token's own id where the loss counts, -100 elsewhere.
             They are not shifted: position t holds the label of token t.
@@ -59,8 +62,11 @@ class Examples:
             inputs: dict[str, Tensor | Pixels] = {f"input {name!r}": t for name, t in self.x.items()}
         else:
             inputs = {"input": self.x}
-            if self.x.dtype != torch.float32:
-                raise DataError(f"the inputs must be float32 [n, ...], not {describe_array(self.x)}.")
+            if self.x.dtype not in _INPUTS:
+                raise DataError(
+                    f"the inputs must be float32 [n, ...], or int64 of a model that looks them up, not "
+                    f"{describe_array(self.x)}."
+                )
         for name, tensor in inputs.items():
             # .shape, for len(tensor) runs Python code of torch
             count = tensor.shape[0] if tensor.ndim else 0

@@ -16,12 +16,20 @@ from ..core.errors import DataError, TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
-from ..models.architecture import Architecture, build_architecture, describe_example
+from ..models.architecture import Architecture, build_architecture, describe_example, looks_up_ids
 from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
+from .input_types import InputTypes, is_whole
 from .partitions import read_partitions
 from .pixels import Pixels, pack
-from .user_arrays import ONE_HOT_WARNING, ArrayPair, class_names, client_from_arrays, is_one_hot
+from .user_arrays import (
+    ONE_HOT_WARNING,
+    ArrayPair,
+    class_names,
+    client_from_arrays,
+    first_input,
+    is_one_hot,
+)
 
 # Examples that are hashed at a time: images stored as bytes become four times as large.
 _HASH_ROWS = 4096
@@ -264,10 +272,15 @@ class Federation:
         Args:
             clients: for each client a pair of inputs and labels ``(x [n, ...], y [n])``, which is divided at
                 random; or a dict of such pairs under ``train`` and optionally ``val`` and ``test``. Tensors,
-                numpy arrays or data frames. Labels are whole numbers from 0. Real targets ``y [n, d]`` make a
-                regression, with d = 1 for a single number.
+                numpy arrays or data frames. Arrays of unsigned bytes are pixels and are divided by 255; other
+                inputs become float32 and keep their values. Whole numbers stay whole, int64, where the model
+                looks them up: it takes them, and has an ``nn.Embedding`` or refuses float32. See
+                :mod:`fedlowrank.data.input_types`. Labels are whole numbers from 0. Real targets ``y [n, d]``
+                make a regression, with d = 1 for a single number.
             model: a module (its parameters are the initial ones), a factory of modules (initialized from the
-                seed), or several of them by name.
+                seed), or several of them by name. A module is used as it is, but its parameters, buffers,
+                attributes and modes are not changed here. It is called on single examples to find out what
+                it takes and returns; its hooks run then.
             head: dotted name of the submodule that is the head; see :class:`Architecture`.
             architecture: name of each client's model. By default client k has the (k mod number)-th.
             rank: rank of each client's low-rank parts.
@@ -284,17 +297,35 @@ class Federation:
             TaskError: if a model does not fit.
         """
         key = Key((seed,))
-        data = [client_from_arrays(c, i, val, test, key) for i, c in enumerate(clients)]
-        if not data:
+        clients = list(clients)
+        if not clients:
             raise DataError("a federation needs at least one client")
+        models = model if isinstance(model, Mapping) else {"model": model}
+        given = first_input(clients[0])
+        types = InputTypes(
+            ids=given is not None
+            and is_whole(given)
+            and all(looks_up_ids(m, given.long(), key / "init" / n) for n, m in models.items())
+        )
+        data = [client_from_arrays(c, i, val, test, key, types) for i, c in enumerate(clients)]
+        if said := types.warning():
+            warnings.warn(said, stacklevel=2)
         names = class_names(data, classes)
         if not names and all(is_one_hot(d.train.y) for d in data):
             warnings.warn(ONE_HOT_WARNING, stacklevel=2)
-        models = model if isinstance(model, Mapping) else {"model": model}
         example = _first_input(data[0].train)
-        architectures = {
-            n: build_architecture(n, m, example, head, key / "init" / n) for n, m in models.items()
-        }
+        try:
+            architectures = {
+                n: build_architecture(n, m, example, head, key / "init" / n) for n, m in models.items()
+            }
+        except TaskError as error:
+            if isinstance(example, dict) or given is None or example.dtype == given.dtype:
+                raise
+            cast = f"{given.dtype} to {example.dtype}".replace("torch.", "")
+            raise TaskError(
+                f"{error} The inputs were converted from {cast}. A model that looks up whole numbers gets them as "
+                "int64, if it takes them in every forward pass; else convert them in its forward, x.long()."
+            ) from error
         if architecture is None:
             every = list(architectures)
             architecture = [every[i % len(every)] for i in range(len(data))]

@@ -7,10 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from ..core.errors import DataError
 
 
@@ -61,12 +57,3 @@ def find_folder(path: str, contains: Callable[[Path], bool], what: str) -> Path:
         if found:
             return found[0]
     raise DataError(f"found no {what} in {str(root)!r} or up to two folders below it.")
-
-
-def scale_bytes(values: np.ndarray, out: Tensor | None = None) -> Tensor:
-    """Convert uint8 of any shape to float32 in [0, 1], written to ``out`` if that is given."""
-    if out is None:
-        out = torch.empty(values.shape, dtype=torch.float32)
-    # numpy casts while it writes; torch would first need a writable copy.
-    out.numpy()[...] = values
-    return out.div_(255)

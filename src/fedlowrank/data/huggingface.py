@@ -11,10 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from ..core.errors import DataError, did_you_mean
-from .arrays import encode_clients, encode_labels, to_float32
+from .arrays import convert_array, encode_clients, encode_labels, to_float32
 from .dataset import Dataset, Examples
 from .hub import open_dataset
 from .images import check_image_settings, stack_images
+from .input_types import InputTypes
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,25 @@ class HuggingFace:
     def load(self) -> Dataset:
         """The examples: images as [n, channels, height, width] in [0, 1], numbers unchanged.
 
+        A column of lists of unsigned bytes holds pixels, too, and is divided by 255.
+
         Raises:
             DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do
                 not fit.
         """
         library, found = open_dataset(self.path, self.name, self.cache, "huggingface")
         parts = [found] if isinstance(found, library.Dataset) else self._splits(found)
-        (train, *test), classes = self.read_parts(library, parts)
+        (train, *test), classes, notes = self.read_parts(library, parts)
         ids = [None if self.client is None else _values(part, self.client) for part in parts]
         natural = [*encode_clients(ids, f"the column {self.client!r}"), None]
         name = Path(self.path).name or self.path
-        return Dataset(name, train, test[0] if test else None, classes, natural[0], natural[1])
+        test_part = test[0] if test else None
+        return Dataset(name, train, test_part, classes, natural[0], natural[1], notes=notes)
 
-    def read_parts(self, library: Any, parts: Sequence[Any]) -> tuple[list[Examples], tuple[str, ...]]:
-        """The examples of several ``datasets.Dataset`` with the same columns, and the names of the classes.
+    def read_parts(
+        self, library: Any, parts: Sequence[Any]
+    ) -> tuple[list[Examples], tuple[str, ...], tuple[str, ...]]:
+        """The examples of several ``datasets.Dataset`` with the same columns, names of the classes, and notes.
 
         Args:
             library: the module ``datasets``.
@@ -86,9 +92,11 @@ class HuggingFace:
                     hint = did_you_mean(column, part.features)
                     raise DataError(f"{self.path!r} has no column {column!r}. {hint}")
         columns = self._columns(library, parts[0])
-        inputs = [self._inputs(library, part, columns) for part in parts]
+        types = InputTypes()
+        inputs = [self._inputs(library, part, columns, types) for part in parts]
+        notes = (said,) if (said := types.warning()) else ()
         labels, classes = self._labels(library, parts)
-        return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes
+        return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
 
     def _splits(self, found: Any) -> list[Any]:
         """The training part, and the test part if there is one."""
@@ -113,7 +121,7 @@ class HuggingFace:
             raise DataError(f"{self.path!r} has no column of images or numbers ({kinds}). Set data.features.")
         return images or numbers
 
-    def _inputs(self, library: Any, part: Any, columns: list[str]) -> Tensor:
+    def _inputs(self, library: Any, part: Any, columns: list[str], types: InputTypes) -> Tensor:
         where = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
         if len(columns) == 1 and isinstance(part.features[columns[0]], library.Image):
             images = (row[columns[0]] for row in part.select_columns(columns))
@@ -122,12 +130,12 @@ class HuggingFace:
         values = [_values(part, column) for column in columns]
         if len(values) > 1 and any(v.ndim != 1 for v in values):
             raise DataError(f"{where}: several columns must hold single numbers. Name one of lists alone.")
-        x = np.stack(values, axis=1) if values[0].ndim == 1 else values[0]
-        # Bytes with three axes or more are pixels; a table may store a feature in a byte. The library returns
-        # all whole numbers as int64, so the type on disk decides.
-        if x.ndim > 2 and x.size and _stored_type(part.features[columns[0]]) == "uint8":
-            x = x.astype(np.uint8)
-        return to_float32(x, where, bytes_are_pixels=x.ndim > 2)
+        if values[0].ndim == 1:
+            # a table may store a feature in a byte
+            return to_float32(np.stack(values, axis=1), where)
+        # The library returns all whole numbers as int64, so the type on disk decides.
+        x, stored = values[0], _stored_type(part.features[columns[0]])
+        return convert_array(x.astype(np.uint8) if stored == "uint8" else x, where, types)
 
     def _labels(self, library: Any, parts: Sequence[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
         where = f"the column {self.label!r}"

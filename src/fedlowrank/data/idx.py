@@ -14,7 +14,8 @@ import torch
 
 from ..core.errors import DataError
 from .dataset import Dataset, Examples
-from .files import find_folder, scale_bytes
+from .files import find_folder
+from .input_types import scale_bytes
 
 _DIMENSIONS = {"images": 3, "labels": 1}
 

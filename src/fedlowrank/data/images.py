@@ -13,7 +13,8 @@ import torch
 from ..core.errors import ConfigError, DataError
 from .checks import check_minimum
 from .dataset import Dataset, Examples
-from .files import check_folder, scale_bytes
+from .files import check_folder
+from .input_types import scale_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,9 @@ def read_partitions(
     reader = HuggingFace(
         "the partitions", features=tuple(features), label=label, size=size, channels=channels
     )
-    examples, classes = reader.read_parts(library, parts)
+    examples, classes, notes = reader.read_parts(library, parts)
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
     clients: list[Any] = [{} for _ in found]
     for (client, name), part in zip(keys, examples, strict=True):
         if name:

@@ -13,6 +13,7 @@ from ..core.errors import DataError
 from ..core.key import Key
 from .checks import check_finite, describe_array
 from .dataset import ClientData, Examples, Inputs
+from .input_types import InputTypes
 
 Array = np.ndarray[Any, Any] | Tensor
 ArrayPair = tuple[Array | Mapping[str, Array], Array]
@@ -25,7 +26,12 @@ ONE_HOT_WARNING = (
 
 
 def client_from_arrays(
-    arrays: ArrayPair | Mapping[str, ArrayPair], client: int, val: float, test: float, key: Key
+    arrays: ArrayPair | Mapping[str, ArrayPair],
+    client: int,
+    val: float,
+    test: float,
+    key: Key,
+    types: InputTypes,
 ) -> ClientData:
     """The data of one client.
 
@@ -35,6 +41,7 @@ def client_from_arrays(
         val: share for validation, if there is one pair.
         test: share for the test, likewise.
         key: root of all randomness.
+        types: converts the inputs.
     """
     if isinstance(arrays, Mapping):
         unknown = set(arrays) - {"train", "val", "test"}
@@ -42,12 +49,12 @@ def client_from_arrays(
             raise DataError(
                 f"client {client}: splits are 'train' and optionally 'val' and 'test', not {sorted(arrays)}"
             )
-        parts = {name: examples_from_arrays(pair, client) for name, pair in arrays.items()}
+        parts = {name: examples_from_arrays(p, client, types, name) for name, p in arrays.items()}
         if len(parts) < 3:
             empty = parts["train"].take(torch.arange(0))
             parts = {"val": empty, "test": empty, **parts}
         return ClientData(parts["train"], parts["val"], parts["test"])
-    examples = examples_from_arrays(arrays, client)
+    examples = examples_from_arrays(arrays, client, types)
     n = len(examples)
     n_val, n_test = round(n * val), round(n * test)
     if n - n_val - n_test < 1:
@@ -57,21 +64,26 @@ def client_from_arrays(
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
 
 
-def examples_from_arrays(pair: ArrayPair, client: int) -> Examples:
+def examples_from_arrays(
+    pair: ArrayPair, client: int, types: InputTypes | None = None, part: str = ""
+) -> Examples:
     """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
     These are tensors, numpy arrays, data frames or lists of numbers. :func:`class_names` checks the range of
-    the labels, of all clients at once.
+    the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up.
     """
+    types = InputTypes() if types is None else types
+    where = f"client {client}" + (f" ({part})" if part else "")
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"client {client}: expected a pair (x, y) of arrays, not {_describe_type(pair)}")
     x, y = pair
     try:
         targets = _targets(to_tensor(y, "the targets"), isinstance(x, Mapping))
         if isinstance(x, Mapping):
-            inputs: Inputs = {name: to_tensor(a, f"input {name!r}") for name, a in x.items()}
+            named = {name: input_tensor(a, f"input {name!r}") for name, a in x.items()}
+            inputs: Inputs = {name: types.convert(t, where, name) for name, t in named.items()}
         else:
-            inputs = _to(to_tensor(x, "the inputs"), torch.float32)
+            inputs = types.convert(input_tensor(x, "the inputs"), where)
         examples = Examples(inputs, targets)
         for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
             check_finite(name, tensor)
@@ -100,6 +112,26 @@ def to_tensor(array: Any, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = _describe_type(array)
         raise DataError(f"{what} must be an array of numbers, not {kind}: {error}") from error
+
+
+def first_input(arrays: Any) -> Tensor | None:
+    """The first input ``[1, ...]`` of a client as it was given; None if inputs have names or are no array."""
+    pair = arrays.get("train") if isinstance(arrays, Mapping) else arrays
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[0], Mapping):
+        return None
+    try:
+        x = input_tensor(pair[0], "the inputs")
+    except DataError:
+        # the conversion of all clients reports it with the client's number
+        return None
+    return x[:1] if x.ndim and len(x) else None
+
+
+def input_tensor(array: Any, what: str) -> Tensor:
+    """Inputs as a tensor of their own type; the columns of a data frame are numbers, also if stored in bytes."""
+    tensor = to_tensor(array, what)
+    is_table = hasattr(array, "columns") and tensor.dtype == torch.uint8
+    return tensor.to(torch.float32) if is_table else tensor
 
 
 def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | None) -> tuple[str, ...]:

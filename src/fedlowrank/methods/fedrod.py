@@ -33,7 +33,7 @@ from ..core.client_model import ClientModel
 from ..core.errors import TaskError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, add, map, numel, tree, zeros_like, wide_type
+from ..core.tree import Params, add, map, numel, tree, wide_type, zeros_like
 
 
 @tree

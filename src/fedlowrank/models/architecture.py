@@ -16,7 +16,7 @@ from .local_statistics import LocalStatistics, current_statistics
 from .normalization import FunctionalModule, frozen_normalizations, refuse_instance_statistics
 from .pooled_statistics import Chunks
 from .standard import has_hooks, is_standard
-from .stateless import SavedSlots, restore
+from .stateless import SavedSlots, restore, unchanged
 
 _PROBE = Key(("probe",))
 
@@ -41,7 +41,7 @@ class Architecture:
 
     Attributes:
         name: of the architecture.
-        module: the code, in evaluation mode.
+        module: the code. It is put into evaluation mode where it is called outside of training.
         initial: the parameters it starts from, those that can be trained.
         parameters: the number of all, frozen ones included.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
@@ -57,6 +57,14 @@ class Architecture:
     """
 
     def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
+        # whether a pass trains, once the mode is known; copies share the module, and so this
+        self._mode: dict[str, bool] = {}
+        with unchanged(module):
+            self._inspect(name, module, example, head)
+        self._mode.clear()
+
+    def _inspect(self, name: str, module: nn.Module, example: Any, head: str | None) -> None:
+        """Find out what the module consists of and check that it can be used so."""
         self.name = name
         self.module = module.eval()
         modules = dict(module.named_modules())
@@ -164,16 +172,27 @@ class Architecture:
                 # the same draws as in the probe, where the module draws in evaluation mode, too
                 with _PROBE.global_generators():
                     r = self.represent(params, example)
+                other_head = {n: p + 1 for n, p in self.head_of(params).items() if p.is_floating_point()}
+                with _PROBE.global_generators():
+                    same = self._run(self._body, params | other_head, example)
                 parts = self.head(params, r)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 raise wrong from error
+        if r.shape == same.shape and not torch.equal(r, same):
+            raise TaskError(
+                f"model {self.name}: its forward computes with the values of parameters of its head "
+                f"{self.head_name!r} before the head, so it cannot be split into a representation and that head"
+            )
         if r.ndim < 2 or parts.shape != whole.shape or not torch.allclose(parts, whole, rtol=1e-4, atol=1e-5):
             raise wrong
         self._width = int(r.shape[-1])
 
     def probe(self, x: Any) -> Tensor:
-        """Scores of a few inputs by the initial parameters, with identity batch normalization."""
-        with _PROBE.global_generators():
+        """Scores of a few inputs by the initial parameters, with identity batch normalization.
+
+        Afterwards the module has the buffers, attributes and modes of before.
+        """
+        with unchanged(self.module), _PROBE.global_generators():
             return self.apply(self.initial | self._code.neutral(), x)
 
     def reinitialize(self, key: Key) -> Params:
@@ -217,10 +236,15 @@ class Architecture:
         return self._run(self._code, self.add_statistics(params), x)
 
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
+        self._keep_mode()
+        # without buffers of a client, a call begins with the initial ones and its changes are dropped
+        current = self._current_buffers
+        if current is None and self.buffers:
+            current = {n: b.clone() for n, b in self.buffers.items()}
         buffers = (
             None
-            if self._current_buffers is None
-            else {n[len(prefix) :]: b for n, b in self._current_buffers.items() if n.startswith(prefix)}
+            if current is None
+            else {n[len(prefix) :]: b for n, b in current.items() if n.startswith(prefix)}
         )
         if self.autocast is None:
             scores = code(params, x, buffers)
@@ -239,6 +263,7 @@ class Architecture:
         local = self._local or current_statistics()
         if local is None or not self.statistics or self.statistics[0] in params:
             return params
+        self._keep_mode()
         return local.complete(self._code, params, self._current_buffers or {})
 
     def with_local_statistics(self, chunks: Chunks) -> Architecture:
@@ -282,7 +307,7 @@ class Architecture:
             {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         )
         made = copy.copy(self)
-        made.module, made.cache = copy.deepcopy(self.module).to(device), {}
+        made.module, made.cache, made._mode = copy.deepcopy(self.module).to(device), {}, {}
         made._backward_slots, made._frozen = [], frozen_normalizations(made.module)
         made._code = FunctionalModule(made.module, frozen=made._frozen, backward_slots=made._backward_slots)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
@@ -295,6 +320,12 @@ class Architecture:
         """Set the module's training or evaluation mode; only engines do so, around a pass."""
         restore(self._backward_slots)
         self.module.train(mode)
+        self._mode["training"] = mode
+
+    def _keep_mode(self) -> None:
+        """Evaluation mode outside of training passes, whatever the user has set."""
+        if "training" not in self._mode or (self.module.training and not self._mode["training"]):
+            self.training(False)
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
@@ -357,9 +388,50 @@ def build_architecture(
 def describe_example(example: Any) -> str:
     """A sentence on the shape of one input ``[1, ...]``, or of a dict of such, for messages."""
     if isinstance(example, dict):
-        shapes = ", ".join(f"{n!r} {list(t.shape[1:])}" for n, t in example.items())
+        shapes = ", ".join(f"{n!r} {list(t.shape[1:])}{_type(t)}" for n, t in example.items())
         return f"The inputs of one example have the shapes {shapes}."
-    return f"One example has the shape {list(example.shape[1:])}."
+    return f"One example has the shape {list(example.shape[1:])}{_type(example)}."
+
+
+def _type(t: Tensor) -> str:
+    """The type, where it is not the usual one."""
+    return "" if t.dtype == torch.float32 else f" of {t.dtype}".replace("torch.", "")
+
+
+def looks_up_ids(model: nn.Module | Callable[[], nn.Module], example: Tensor, key: Key) -> bool:
+    """Whether a model looks up whole numbers, such as the numbers of words.
+
+    It does if it takes them, and has an ``nn.Embedding`` or refuses the same numbers as float32.
+
+    Args:
+        model: a module, which stays as it is, or a factory initialized from ``key``.
+        example: one input ``[1, ...]``, int64.
+        key: of the initial values.
+    """
+    if not isinstance(model, nn.Module):
+        try:
+            model = build_module(model, key)
+        except Exception:  # noqa: BLE001 - user code may fail by anything
+            # build_architecture reports it
+            return False
+    if not isinstance(model, nn.Module):
+        return False
+    if _lazy_parameters(model):
+        model = copy.deepcopy(model)
+    has_embedding = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in model.modules())
+    return _takes(model, example) and (has_embedding or not _takes(model, example.float()))
+
+
+def _takes(module: nn.Module, example: Tensor) -> bool:
+    with unchanged(module), torch.no_grad(), _PROBE.global_generators():
+        try:
+            module.eval()(example)
+        except IndexError:
+            # an id that the table lacks: the type is right
+            return not example.is_floating_point()
+        except Exception:  # noqa: BLE001 - forward is the user's code and may fail by anything
+            return False
+    return True
 
 
 def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
@@ -370,7 +442,7 @@ def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
     """
     if not _lazy_parameters(module):
         return
-    with torch.no_grad():
+    with unchanged(module), torch.no_grad():
         _ = module.eval()(**example) if isinstance(example, dict) else module.eval()(example)
     if remaining := _lazy_parameters(module):
         raise TaskError(

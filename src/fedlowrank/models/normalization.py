@@ -8,6 +8,7 @@ by: nothing to keep in a state, nothing that is out of date, and the same in eve
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from ..core.errors import SingleValueError, TaskError
 from ..core.tree import Params
 from .pooled_statistics import Chunks, pooled_statistics, single_value
-from .stateless import SavedSlots, Stateless, is_within, restore
+from .standard import HOOKS
+from .stateless import ABSENT, SavedSlots, Stateless, is_within, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"Norm(\dd)?$")
@@ -30,7 +32,8 @@ class FunctionalModule:
 
     Args:
         module: left as it is, but for what its own ``forward`` changes.
-        without: dotted name of a submodule that passes its input on instead, such as the head.
+        without: dotted name of a submodule that passes its input on instead, such as the head. It stays in
+            place: ``forward`` may read its attributes. Its hooks do not run.
         frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
             alone.
         backward_slots: the module's slots before a backward pass, shared by all that call the same module.
@@ -59,8 +62,11 @@ class FunctionalModule:
         self._aliases = _aliases(module)
         self._without: SavedSlots = []
         if without is not None:
-            parent, _, leaf = without.rpartition(".")
-            self._without = [(module.get_submodule(parent)._modules, leaf, nn.Identity())]
+            table = module.get_submodule(without).__dict__
+            self._without = [
+                (table, "forward", _pass_on),
+                *((table, hooks, OrderedDict()) for hooks in HOOKS),
+            ]
         self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
@@ -131,7 +137,7 @@ class FunctionalModule:
                 saved.append((layer.__dict__, flag, layer.__dict__[flag]))
                 layer.__dict__[flag] = value
         for table, name, value in self._without:
-            saved.append((table, name, table[name]))
+            saved.append((table, name, table.get(name, ABSENT)))
             table[name] = value
         self._stateless.install(params, saved)
 
@@ -225,6 +231,10 @@ def zero_normalizations(params: Params, module: nn.Module) -> Params:
 def _statistics_of(layer: str) -> tuple[str, str]:
     """Names of the running statistics of a layer."""
     return f"{layer}.running_mean".lstrip("."), f"{layer}.running_var".lstrip(".")
+
+
+def _pass_on(x: Any) -> Any:
+    return x
 
 
 def _has_statistics(layer: nn.Module) -> bool:

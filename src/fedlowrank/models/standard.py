@@ -55,7 +55,8 @@ A subclass does not count: it may do anything.
 OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora_layers", "fedlowrank.testing.check")
 """Where this package's layers are defined. Their ``forward`` is deterministic."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Tables of hooks that a layer has."""
 
 
 def is_standard(module: nn.Module) -> bool:
@@ -69,9 +70,9 @@ def is_standard(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a forward or backward hook is registered on a layer, or on all modules."""
-    if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
+    if any(getattr(torch_module, f"_global{name}") for name in HOOKS):
         return True
-    return any(getattr(layer, name) for layer in module.modules() for name in _HOOKS)
+    return any(getattr(layer, name) for layer in module.modules() for name in HOOKS)
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:

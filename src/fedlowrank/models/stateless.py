@@ -18,6 +18,10 @@ SavedSlots = list[tuple[dict[str, Any], str, Any]]
 """Slots and their former values."""
 
 
+ABSENT: Any = object()
+"""The former value of a slot that did not exist: it is deleted when the former values are put back."""
+
+
 class Stateless:
     """What ``torch.func.functional_call`` does, without its search for every name in every call.
 
@@ -69,7 +73,40 @@ def restore(saved: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:
         table, own, value = saved.pop()
-        table[own] = value
+        if value is ABSENT:
+            del table[own]
+        else:
+            table[own] = value
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Give a module its attributes, modes and buffers back after a block that calls it.
+
+    What ``forward`` assigns is undone, and it works on copies of the buffers. Lists and dicts that it changes
+    in place stay changed. Of lazy layers, which the call may initialize, only the mode is put back.
+    """
+    modules = list(module.modules())
+    modes = [(m, m.training) for m in modules]
+    settled = [m for m in modules if not _is_lazy(m)]
+    tables: list[dict[str, Any]] = [*(m._buffers for m in settled), *(m.__dict__ for m in settled)]
+    former = [dict(table) for table in tables]
+    copies = {id(b): b.clone() for m in settled for b in m._buffers.values() if b is not None}
+    for m in settled:
+        m._buffers.update({n: copies[id(b)] for n, b in m._buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for table, own in zip(tables, former, strict=True):
+            table.clear()
+            table.update(own)
+        for m, mode in modes:
+            m.training = mode
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(nn.parameter.is_lazy(t) for t in own)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from ..core.client_model import Predictor
 from ..core.errors import ConfigError, DataError, did_you_mean
+from ..data.checks import describe_array
 from ..data.dataset import Examples, Inputs
+from ..data.input_types import convert_inputs, convert_named_input
+from ..data.user_arrays import input_tensor
 from .client_metrics import softmax
 from .evaluation import SPLITS
 from .local_model import LocalModel
@@ -31,7 +34,8 @@ def predict(run: Run, client: int, inputs: Any = None, series: str | None = None
         run: where it stands now.
         client: its identifier.
         inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by
-            default the client's own test examples.
+            default the client's own test examples. Unsigned bytes are divided by 255, as in
+            ``Federation.from_arrays``.
         series: which of the method's models; by default its headline.
 
     Returns:
@@ -156,10 +160,17 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
     if isinstance(own.x, dict):
         if inputs.keys() != own.x.keys():
             raise DataError(f"the inputs must have the names {sorted(own.x)}, not {sorted(inputs)}")
-        x = {name: torch.as_tensor(value, device=device) for name, value in inputs.items()}
+        named = {name: input_tensor(value, f"input {name!r}").to(device) for name, value in inputs.items()}
+        x = {name: convert_named_input(value) for name, value in named.items()}
         count = len(next(iter(x.values())))
     else:
-        x = torch.as_tensor(inputs, dtype=torch.float32, device=device)
+        given = input_tensor(inputs, "the inputs").to(device)
+        x = convert_inputs(given, ids=own.x.dtype == torch.int64)
+        if x.dtype != own.x.dtype:
+            raise DataError(
+                "the model looks up whole numbers, so the inputs must be whole numbers, not "
+                f"{describe_array(given)}; give x.long()"
+            )
         if x.ndim == 0 or x.shape[1:] != own.x.shape[1:]:
             wanted = ", ".join(map(str, ["n", *own.x.shape[1:]]))
             raise DataError(f"the inputs must have the shape [{wanted}], not {[*x.shape]}")

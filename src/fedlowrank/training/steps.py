@@ -82,7 +82,9 @@ class Work:
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads)
         # in float32 for half precision, so that a step is rounded once
-        params, grads = (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
+        params, grads = (
+            (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
+        )
         if self.linear is not None:
             grads = list(torch._foreach_sub(grads, self.linear))
         if self.center is not None:

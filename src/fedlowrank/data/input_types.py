@@ -1,0 +1,116 @@
+"""The type in which a model gets its inputs: one rule for all sources, for training and for prediction.
+
+An array of unsigned bytes holds pixels: it becomes float32 and is divided by 255. All other numbers become
+float32 with their values unchanged, also those of 16 bits, signed bytes and truth values. Three kinds of bytes
+are no pixels: columns of single numbers in a table or data frame; ids ``[n]`` or ``[n, T]`` that the model
+looks up, which stay whole; and named inputs with fewer than three axes, such as masks of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import DataError
+from .checks import chunks
+
+_IMAGE_AXES = 3
+"""From [n, height, width] on, bytes are pixels even where a model looks up whole numbers."""
+
+
+def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
+    """Inputs ``[n, ...]`` in the type that a model gets.
+
+    Args:
+        x: numbers of any real type.
+        ids: whether the model looks up whole numbers.
+
+    Returns:
+        float32, or with ``ids`` int64 where x holds whole numbers. The same tensor where nothing changes.
+    """
+    if x.dtype == torch.uint8 and not (ids and x.ndim < _IMAGE_AXES):
+        return x.to(torch.float32).div_(255)
+    wanted = torch.int64 if ids and is_whole(x) else torch.float32
+    # the call alone, which does nothing, takes longer than the question
+    return x if x.dtype == wanted else x.to(wanted)
+
+
+def convert_named_input(x: Tensor) -> Tensor:
+    """One of several named inputs: images of bytes as float32 in [0, 1], anything else unchanged."""
+    return convert_inputs(x) if x.dtype == torch.uint8 and x.ndim >= _IMAGE_AXES else x
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether a tensor holds whole numbers by its type."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+@dataclass
+class InputTypes:
+    """Converts the inputs of all parts of a data set or federation, and checks that they fit together.
+
+    Attributes:
+        ids: whether the model looks up whole numbers.
+    """
+
+    ids: bool = False
+    _scaled: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
+    _others: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict, init=False)
+
+    def convert(self, x: Tensor, where: str, name: str = "") -> Tensor:
+        """Inputs in the type that a model gets; see :func:`convert_inputs`.
+
+        Args:
+            x: the inputs.
+            where: which part they are, for messages.
+            name: of the input, where there are several.
+        """
+        converted = convert_named_input(x) if name else convert_inputs(x, ids=self.ids)
+        if x.dtype == torch.uint8 and converted.dtype == torch.float32:
+            first, largest = self._scaled.get(name, (where, 0))
+            self._scaled[name] = first, max(largest, int(x.max()) if x.numel() else 0)
+        else:
+            self._others.setdefault(name, []).append((where, converted))
+        return converted
+
+    def warning(self) -> str | None:
+        """What a user should know of the conversion, or None.
+
+        Raises:
+            DataError: if some parts are bytes, which were scaled, and others have another scale; or if only
+                some parts hold whole numbers that the model looks up.
+        """
+        for name, (scaled, _) in self._scaled.items():
+            for where, x in self._others.get(name, []):
+                if x.dtype != torch.float32 or any(
+                    bool((rows.amin() < 0) | (rows.amax() > 1)) for _, rows in chunks(x) if rows.numel()
+                ):
+                    raise DataError(
+                        f"the inputs of {scaled} are unsigned bytes, which are divided by 255, but those of "
+                        f"{where} are not and have values outside 0 to 1. Give all of them the same type and "
+                        "scale."
+                    )
+        if self.ids and len({x.dtype for _, x in self._others.get("", [])}) > 1:
+            by_type = {x.dtype: where for where, x in reversed(self._others[""])}
+            raise DataError(
+                f"the inputs of {by_type[torch.int64]} are whole numbers, which the model looks up, but those of "
+                f"{by_type[torch.float32]} are real numbers. Give all of them as whole numbers."
+            )
+        if any(largest == 1 for _, largest in self._scaled.values()):
+            return (
+                "the inputs are unsigned bytes, which are pixels and so divided by 255, but none is above 1. If "
+                "they are features that are 0 or 1, give them as float32."
+            )
+        return None
+
+
+def scale_bytes(values: np.ndarray, out: Tensor | None = None) -> Tensor:
+    """Convert uint8 of any shape to float32 in [0, 1], written to ``out`` if that is given."""
+    if out is None:
+        out = torch.empty(values.shape, dtype=torch.float32)
+    # numpy casts while it writes; torch would first need a writable copy.
+    out.numpy()[...] = values
+    return out.div_(255)
