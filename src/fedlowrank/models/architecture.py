@@ -458,9 +458,8 @@ def _lazy_parameters(module: nn.Module) -> list[str]:
 def build_module(make: Callable[[], nn.Module], key: Key) -> nn.Module:
     """Call a factory of modules and initialize it from a key.
 
-    The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and
-    put back.
+    The factory draws from torch's global generator, as every ``nn.Module`` does, or from Python's or numpy's;
+    they are set for the call and put back.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key.seed())
+    with key.global_generators():
         return make()

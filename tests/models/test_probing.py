@@ -1,0 +1,133 @@
+"""Modules of users are the same after a federation was made of them, and may read their head's attributes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import Federation, simulate
+from fedlowrank.core.errors import TaskError
+from fedlowrank.methods import FedAvg, FedRep
+from fedlowrank.models.architecture import Architecture
+from fedlowrank.training.flops import forward_flops
+from fedlowrank.training.tracing import trace_upload
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(12) % 3
+
+
+class Restless(nn.Module):
+    """Changes buffers, attributes and generators in every call."""
+
+    head_name = "head"
+    calls: Tensor
+    mean: Tensor
+
+    def __init__(self, lazy: bool = False) -> None:
+        super().__init__()
+        self.body = nn.LazyLinear(5) if lazy else nn.Linear(4, 5)
+        self.norm, self.drop, self.head = nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(5))
+        self.count, self.cache = 0, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        h = self.norm(self.body(x))
+        self.mean, self.cache = 0.9 * self.mean + 0.1 * h.detach().mean(0), h.detach()
+        scores: Tensor = self.head(self.drop(h) + random.random() + np.random.rand() + torch.rand(1))  # noqa: NPY002
+        return scores
+
+
+def state(module: nn.Module) -> list[Any]:
+    modes = [(n, m.training) for n, m in module.named_modules()]
+    return [{n: b.tolist() for n, b in module.named_buffers()}, modes, *(getattr(module, n) for n in ("count",))]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_module_is_as_it_was(lazy: bool, frozen: bool) -> None:
+    module = Restless(lazy)
+    if frozen:
+        module.eval()
+        module.drop.train()
+    before, buffers = state(module), dict(module.named_buffers())
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    made = Federation.from_arrays([(X, Y), (X, Y)], module)
+    model = made.architectures["model"]
+    forward_flops(model)
+    trace_upload(FedAvg(), made.task(1), made.infos[0], model.initial)
+    assert state(module)[0] == before[0]
+    assert all(b is buffers[n] for n, b in module.named_buffers())
+    assert generators[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    module = Restless(lazy)
+    before = state(module)
+    Federation.from_arrays([(X, Y), (X, Y)], module)
+    assert state(module) == before
+    assert module.cache.numel() == 0
+
+
+def test_a_model_infers_in_evaluation_mode_whatever_the_user_sets() -> None:
+    module = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    made = Federation.from_arrays([(X, Y), (X, Y)], module, val=0.2, test=0.2)
+    assert module.training
+    truth = copy.deepcopy(module).eval()(X)
+    model = made.architectures["model"]
+    assert torch.equal(model.apply(model.initial, X), truth)
+    module.train()
+    assert torch.equal(model.apply(model.initial, X), truth)
+    result = simulate("fedavg", made, rounds=1)
+    first = result.predict(0, X)
+    module.train()
+    assert torch.equal(result.predict(0, X), first)
+
+
+class ReadsHead(nn.Module):
+    """Reads attributes of its head before it calls it."""
+
+    head_name = "head"
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.body, self.head, self.reads = nn.Linear(4, 5), nn.Linear(5, 3), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x.to(self.head.weight.dtype))
+        assert isinstance(self.head, nn.Linear)
+        if self.reads == "width":
+            h = h[:, : self.head.in_features]
+        if self.reads == "values":
+            h = h * self.head.weight.norm()
+        scores: Tensor = self.head(h)
+        return scores
+
+
+def test_a_forward_may_read_attributes_of_its_head_and_hooks_of_it_run_once() -> None:
+    module = ReadsHead("width")
+    calls: list[int] = []
+    module.head.register_forward_hook(lambda *_: calls.append(1))
+    model = Architecture("m", module, X[:1])
+    params = {n: p + 0.5 for n, p in model.initial.items()}
+    assert torch.allclose(model.represent(params, X), X @ params["body.weight"].T + params["body.bias"], atol=1e-6)
+    calls.clear()
+    model.represent(params, X)
+    assert calls == []
+    assert torch.equal(model.head(params, model.represent(params, X)), model.apply(params, X))
+    assert len(calls) == 2
+    assert "forward" not in vars(module.head)
+    simulate(FedRep(), Federation.from_arrays([(X, Y), (X, Y)], module), rounds=1)
+
+
+def test_a_forward_that_computes_with_its_heads_values_cannot_be_split() -> None:
+    with pytest.raises(TaskError, match=r"computes with the values of parameters of its head 'head'"):
+        Architecture("m", ReadsHead("values"), X[:1])
+
+
