@@ -4,74 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError
 from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import check_folder
+from .image_folders import FolderLayout, FoundImages, ImageFile, find_images
 from .input_types import scale_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_ENDINGS = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
-_TEST_NAMES = ("test", "val", "valid", "validation")
-
 
 @dataclass(frozen=True)
 class Folder:
-    """Image files in a folder per class, as in ImageNet.
+    """Image files in a folder for each class, or for each client and class.
 
-    Either ``train/CLASS/...`` with ``test/CLASS/...`` (or ``val``, ``valid``, ``validation``, in this order)
-    as the test part, or just ``CLASS/...`` without a test part. Classes are in alphabetical order. Hidden
-    files and files without the ending of an image are ignored. Needs ``pip install 'fedlowrank[images]'``.
+    Either ``CLASS/file``, as in ImageNet, or ``CLIENT/CLASS/file``, whose clients partition ``natural`` takes;
+    clients may lack classes. Both may lie in ``train/...`` with ``test/...`` (or ``testing``, ``val``,
+    ``valid``, ``validation``, in this order) as the test part, and clients may have parts of their own,
+    ``CLIENT/train/CLASS/file``. Classes are in alphabetical order. Hidden files and folders, and files without
+    the ending of an image, are ignored. Needs ``pip install 'fedlowrank[images]'``.
 
     Attributes:
         path: the folder.
         size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or
             None if all images have the same size already.
         channels: 3 for color, 1 for gray levels.
+        layout: ``class`` for CLASS/file; ``client_class`` for CLIENT/CLASS/file; ``auto`` decides by where the
+            images lie. It takes the folders of the first level for classes if they hold images directly, or
+            all hold one and the same subfolder; and for clients if several hold a subfolder of the same name.
+            Anything else is an error.
     """
 
     path: str
     size: int | None = 32
     channels: int = 3
+    layout: FolderLayout = "auto"
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_image_settings(self.size, self.channels)
 
     def load(self) -> Dataset:
         """The images as [n, channels, height, width] in [0, 1].
 
         Raises:
-            DataError: if pillow is missing, a class has no images, an image is broken, sizes differ, or the
-                test part has a class that the training part lacks.
+            DataError: if pillow is missing, the layout does not follow from the folders, a class has no
+                images, an image is broken, sizes differ, or the test part has a class that the training part
+                lacks.
         """
         root = check_folder(self.path)
-        has_parts = (root / "train").is_dir()
-        train = root / "train" if has_parts else root
-        test = next((root / name for name in _TEST_NAMES if has_parts and (root / name).is_dir()), None)
-        classes = _class_folders(train)
-        if test is not None and (unknown := sorted(set(_class_folders(test)) - set(classes))):
-            raise DataError(f"{str(test)!r} has classes that {str(train)!r} lacks: {str(unknown)[1:-1]}.")
-        test_part = None if test is None else self._read_part(test, classes)
-        return Dataset(root.resolve().name, self._read_part(train, classes), test_part, tuple(classes))
+        found = find_images(root, self.layout)
+        train, natural = self._read_part(found, found.train)
+        test, natural_test = (None, None) if found.test is None else self._read_part(found, found.test)
+        return Dataset(
+            root.resolve().name, train, test, found.classes, natural, natural_test, notes=found.notes
+        )
 
-    def _read_part(self, folder: Path, classes: list[str]) -> Examples:
-        files, labels = [], []
-        for label, name in enumerate(classes):
-            found = _image_files(folder / name)
-            files += found
-            labels += [label] * len(found)
+    def _read_part(
+        self, found: FoundImages, files: Sequence[ImageFile]
+    ) -> tuple[Examples, torch.Tensor | None]:
+        """The images of a part, and the number of each one's client."""
         pillow = import_pillow()
-        names = [f"image {str(file)!r}" for file in files]
-        x = stack_images((pillow.open(file) for file in files), names, self.size, self.channels)
-        return Examples(x, torch.tensor(labels, dtype=torch.int64))
+        names = [f"image {str(file.path)!r}" for file in files]
+        x = stack_images((pillow.open(file.path) for file in files), names, self.size, self.channels)
+        labels = {name: i for i, name in enumerate(found.classes)}
+        clients = {name: i for i, name in enumerate(found.clients)}
+        y = torch.tensor([labels[file.label] for file in files], dtype=torch.int64)
+        owners = [clients[file.client] for file in files if file.client is not None]
+        return Examples(x, y), torch.tensor(owners, dtype=torch.int64) if owners else None
 
 
 def check_image_settings(size: int | None, channels: int) -> None:
@@ -110,7 +117,7 @@ def stack_images(
     for i, name in enumerate(names):
         try:
             with next(images) as image:
-                converted = image.convert("L" if channels == 1 else "RGB")
+                converted = _to_bytes(image, name).convert("L" if channels == 1 else "RGB")
             if size is not None and converted.size != (size, size):
                 converted = converted.resize((size, size), pillow.Resampling.BILINEAR)
         # Pillow's decoders report broken files by any of these.
@@ -129,16 +136,15 @@ def stack_images(
     return scale_bytes(out)
 
 
-def _class_folders(folder: Path) -> list[str]:
-    names = sorted(f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
-    if not names:
-        raise DataError(f"{str(folder)!r} holds no folder for any class.")
-    return names
-
-
-def _image_files(folder: Path) -> list[Path]:
-    files = (f for f in folder.rglob("*") if f.suffix.lower() in _ENDINGS and not f.name.startswith("."))
-    found = sorted(files)
-    if not found and folder.is_dir():
-        raise DataError(f"the folder {str(folder)!r} of a class holds no image.")
-    return found
+def _to_bytes(image: Image, name: str) -> Image:
+    """An image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        made: Image = import_pillow().fromarray((values // 256).astype(np.uint8))
+        return made
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{name} has pixels of 32 bits (mode {image.mode!r}), whose range is not known. Save it with 8 or 16 bits, "
+            "or save the values as an .npz file for source = 'arrays'."
+        )
+    return image
