@@ -218,6 +218,7 @@ def test_merging_leaves_the_wrapper_alone_and_no_trace_of_it() -> None:
 @given(
     st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 3, 0.5]), st.integers(1, 4), st.integers(0, 4)
 )
+@pytest.mark.filterwarnings("ignore::fedlowrank.core.errors.LoweredRankWarning")
 def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, without: int) -> None:
     model = shake(Floral(nn.Linear(i, o, dtype=REAL), rank, clusters), 1.0)
     model(randn(3, i)).square().sum().backward()

@@ -108,6 +108,7 @@ def test_a_layer(name: str, reparameterize: bool) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
+@pytest.mark.filterwarnings("ignore::fedlowrank.core.errors.LoweredRankWarning")
 def test_convolutions_of_any_shape(data: st.DataObject) -> None:
     def draw(low: int, high: int, name: str) -> int:
         return data.draw(st.integers(low, high), name)

@@ -275,17 +275,12 @@ def test_a_peft_convolution_with_groups_is_refused() -> None:
         find_lora(of_peft(module, 2, 2), None)
 
 
-def test_ranks_fit_every_layer() -> None:
+def test_a_layer_has_as_many_components_as_its_weight_can_have() -> None:
     found = find_lora(Two("conv2d"), "head")
-    for rank in (1, 3):
-        found.check_rank(rank, "x")
-    with pytest.raises(
-        TaskError,
-        match=r"client 4 has rank 4, but layer two is 7 × 3, so its rank is from 1 to 3.*lora\.ranks.*lora\.r ",
-    ):
-        found.check_rank(4, "client 4")
-    with pytest.raises(TaskError, match="client 4 has rank 0, but layer one is 4 × 18"):
-        found.check_rank(0, "client 4")
+    # 4 × 18 and 7 × 3
+    assert found.largest_rank == 4
+    for rank, wanted in ((3, {"one": 3, "two": 3}), (4, {"one": 4, "two": 3}), (900, {"one": 4, "two": 3})):
+        assert {n: p.rank for n, p in found.initial_factors(rank, Key((0,))).items()} == wanted
 
 
 def test_a_is_drawn_by_name_from_the_key() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedlowrank.adapters.lora import find_lora
-from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base import Base, load_base
 from fedlowrank.language.peft_adapter import attach_adapter, initial_factors
@@ -221,11 +221,26 @@ def test_target_modules_that_match_nothing_list_what_there_is(bert):
         attach_adapter(Mixed(), lora_config({"r": 1}), KEY)
 
 
-def test_a_rank_above_a_dimension_names_the_layer(llama):
-    base = load_base(Base(str(llama)), (), KEY).model
-    with pytest.raises(TaskError, match=r"rank 17 .*layers\.0\.self_attn\.v_proj, \[16, 32\].*at most 16"):
-        attach_adapter(base, lora_config({"r": 17, "target_modules": ["q_proj", "v_proj"]}), KEY)
-    assert len(layers(attach_adapter(base, lora_config({"r": 16, "target_modules": ["v_proj"]}), KEY))) == 2
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_rank_above_a_dimension_is_lowered_in_that_layer(rslora):
+    # 6 × 11, 5 × 6, 7 × 5 and 4 × 12
+    config = lora_config({**ALL, "r": 40, "lora_alpha": 3, "use_rslora": rslora})
+    with pytest.warns(LoweredRankWarning, match=r"rank 40 .*4 in image \(4 × 12\)"):
+        model = attach_adapter(Mixed(), config, KEY)
+    ranks = {n.rpartition(".")[2]: pair.rank for n, pair in factors_of(model).items()}
+    assert ranks == {"seen": 6, "turned": 5, "line": 5, "image": 4}
+    # one scale, that of the largest rank, so that y = (W + s B A) x in every layer
+    scale = 3 / math.sqrt(6) if rslora else 3 / 6
+    assert find_lora(model, None).scale == scale
+    factors = {
+        n: Pair(*(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) for t in (p.b, p.a)))
+        for n, p in factors_of(model).items()
+    }
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    out = functional_call(model, parameters(layers(model), factors), (ids,))
+    torch.testing.assert_close(out, by_hand(factors, scale)(ids), rtol=1e-4, atol=1e-4)
+    assert model.peft_config["default"].r == 6
+    assert not model.peft_config["default"].rank_pattern
 
 
 def test_models_that_cannot_get_a_slot():

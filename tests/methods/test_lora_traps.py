@@ -265,16 +265,9 @@ def test_unequal_ranks_are_refused_with_both_clients(kind: Any) -> None:
         go(kind, 0, ranks=(2, 2, 3, 2))
 
 
-@every
-def test_a_rank_above_a_dimension_is_refused_with_its_layer(kind: Any) -> None:
-    ranks = (1, 2, 10, 4) if kind in MIXED else (10,) * 4
-    with pytest.raises(TaskError, match=r"rank 10, but layer body\.0 is 9 × 12, so its rank is from 1 to 9"):
-        go(kind, 0, ranks=ranks)
-
-
 def test_settings_out_of_range_are_refused() -> None:
     for make, match in (
-        (lambda: Tuning(rank=0), "tuning.rank must be at least 1; it is 0"),
+        (lambda: Tuning(rank=0), "tuning.rank must be a whole number of at least 1; it is 0"),
         (lambda: Tuning(head="kept"), "head"),  # type: ignore[arg-type]
         (lambda: FedHL(residual=True), "'exact' or 'capped', not 'auto'"),
         (lambda: HetLoRA(prune=0.0), "prune must be > 0 and <= 1"),

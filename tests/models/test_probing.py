@@ -48,7 +48,11 @@ class Restless(nn.Module):
 
 def state(module: nn.Module) -> list[Any]:
     modes = [(n, m.training) for n, m in module.named_modules()]
-    return [{n: b.tolist() for n, b in module.named_buffers()}, modes, *(getattr(module, n) for n in ("count",))]
+    return [
+        {n: b.tolist() for n, b in module.named_buffers()},
+        modes,
+        *(getattr(module, n) for n in ("count",)),
+    ]
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -116,7 +120,9 @@ def test_a_forward_may_read_attributes_of_its_head_and_hooks_of_it_run_once() ->
     module.head.register_forward_hook(lambda *_: calls.append(1))
     model = Architecture("m", module, X[:1])
     params = {n: p + 0.5 for n, p in model.initial.items()}
-    assert torch.allclose(model.represent(params, X), X @ params["body.weight"].T + params["body.bias"], atol=1e-6)
+    assert torch.allclose(
+        model.represent(params, X), X @ params["body.weight"].T + params["body.bias"], atol=1e-6
+    )
     calls.clear()
     model.represent(params, X)
     assert calls == []
@@ -129,5 +135,3 @@ def test_a_forward_may_read_attributes_of_its_head_and_hooks_of_it_run_once() ->
 def test_a_forward_that_computes_with_its_heads_values_cannot_be_split() -> None:
     with pytest.raises(TaskError, match=r"computes with the values of parameters of its head 'head'"):
         Architecture("m", ReadsHead("values"), X[:1])
-
-

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from .mixture import Construction, Fold, choose_fold
+from .rank_limits import warn_lowered_ranks
 
 if TYPE_CHECKING:
     from ..core.model import Model
@@ -49,6 +50,8 @@ class AdaptedParameter:
         transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
             places.
         note: a rank that is not the one asked for, other layers that share the parameter.
+        asked: the rank asked for, above :attr:`rank` where the weight as a matrix cannot have it.
+        matrix: rows and columns of the weight as a matrix; of an offset (0, 0).
     """
 
     layer: str
@@ -58,6 +61,8 @@ class AdaptedParameter:
     parameter_count: int
     note: str = ""
     transposed: bool = False
+    asked: int = 0
+    matrix: tuple[int, int] = (0, 0)
 
 
 def find_adapted_parameters(
@@ -75,7 +80,7 @@ def find_adapted_parameters(
             none, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a
             linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
             is a normalization.
-        rank: an integer, at most that of the weight; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
+        rank: an integer, lowered where it is above what a weight can have; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
         construction: of convolutions.
         kinds: what is adapted.
         include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
@@ -156,6 +161,12 @@ def find_trained_adapted_parameters(
     return found
 
 
+def warn_adapted_ranks(whose: str, where: Mapping[str, AdaptedParameter], stacklevel: int = 3) -> None:
+    """Warn of ranks that are above what a parameter can have."""
+    ranks = {name: adapted.asked for name, adapted in where.items()}
+    warn_lowered_ranks(whose, ranks, {n: adapted.matrix for n, adapted in where.items()}, stacklevel + 1)
+
+
 def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
     for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
         if word not in known:
@@ -229,7 +240,7 @@ def _adapted_parameter(
         note = f"the budget is below rank {fold.times}, the least there is"
     if asked > most:
         note = _join_notes(note, f"rank {asked} is more than the weight has; {most} taken")
-    return AdaptedParameter(layer, kind, shape, r, r * sum(fold.size), note)
+    return AdaptedParameter(layer, kind, shape, r, r * sum(fold.size), note, asked=asked, matrix=fold.size)
 
 
 def find_norms_with_statistics(

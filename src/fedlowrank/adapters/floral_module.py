@@ -28,6 +28,7 @@ from .adapted_parameters import (
     Kind,
     find_adapted_parameters,
     find_norms_with_statistics,
+    warn_adapted_ranks,
 )
 from .budget import Budget, compute_budget, unadapted_warning
 from .mixture import (
@@ -70,7 +71,8 @@ class Floral(nn.Module):
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
-        rank: of the updates, an integer; or a budget ρ in (0, 1), each parameter's share (rank 1 at least).
+        rank: of the updates, an integer; or a budget ρ in (0, 1), each parameter's share (rank 1 at least). A
+            rank above what a weight can have is lowered there, with a warning.
         num_clusters: C.
         rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``.
         alpha: α.
@@ -134,6 +136,7 @@ class Floral(nn.Module):
         self._own = {} if reparameterize else find_norms_with_statistics(model, self._adapted)
         weights = {name: p.detach() for name, p in self._weights().items()}
         like = weights[next(iter(self._adapted))]
+        warn_adapted_ranks("Floral", self._adapted)
         if remark := unadapted_warning(model, self._adapted, is_included):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
             warnings.warn(

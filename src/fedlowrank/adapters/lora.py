@@ -62,15 +62,10 @@ class LoRA:
         """(d, k) of every adapted weight."""
         return {name: layer.shape for name, layer in self.layers.items()}
 
-    def check_rank(self, rank: int, whose: str) -> None:
-        """Raise TaskError if a rank is above a dimension."""
-        for name, (d, k) in self.shapes.items():
-            if not 1 <= rank <= min(d, k):
-                raise TaskError(
-                    f"{whose} has rank {rank}, but layer {name} is {d} × {k}, so its rank is from 1 to "
-                    f"{min(d, k)}. Lower the rank (lora.ranks of the clients, lora.r of LoRA layers), or "
-                    "leave that layer out of lora.target_modules."
-                )
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that an update of one of the layers can have; a higher one adds nothing."""
+        return max(min(shape) for shape in self.shapes.values())
 
     def initial_factors(self, rank: int, key: Key, like: Tensor | None = None) -> Factors:
         """Random initial factors as PEFT's, whose product is zero.
@@ -80,19 +75,20 @@ class LoRA:
         A then has the standard deviation 1/rank of this, the largest rank.
 
         Args:
-            rank: r.
+            rank: r, at most :attr:`largest_rank`; a layer that can have less gets min(d, k) components.
             key: source of randomness; each layer has its own subkey.
             like: a tensor with the dtype and device of the factors; None for float32.
         """
         found: Factors = {}
         for name, layer in self.layers.items():
             (d, k), generator = layer.shape, (key / name).generator()
+            r = min(rank, d, k)
             if layer.embedding:
-                b, a = torch.randn(rank, d, generator=generator).mT, torch.zeros(rank, k)
+                b, a = torch.randn(r, d, generator=generator).mT, torch.zeros(r, k)
             elif self.gaussian:
-                b, a = torch.zeros(d, rank), torch.randn(rank, k, generator=generator) / rank
+                b, a = torch.zeros(d, r), torch.randn(r, k, generator=generator) / rank
             else:
-                b, a = torch.zeros(d, rank), (torch.rand(rank, k, generator=generator) * 2 - 1) / math.sqrt(k)
+                b, a = torch.zeros(d, r), (torch.rand(r, k, generator=generator) * 2 - 1) / math.sqrt(k)
             target = like if like is not None else a
             found[name] = Pair(b.to(target).contiguous(), a.to(target))
         return found
@@ -225,7 +221,7 @@ def average_present_components(means: Factors, before: Factors, reached: Tensor)
     shares = (reached / reached[0]).tolist()
     found: Factors = {}
     for name, pair in means.items():
-        share = pair.a.new_tensor(shares)
+        share = pair.a.new_tensor(shares[: pair.rank])
         b, a = torch.where(share > 0, pair.b / share, before[name].b), pair.a / share[:, None]
         found[name] = Pair(b, torch.where(share[:, None] > 0, a, before[name].a))
     return found

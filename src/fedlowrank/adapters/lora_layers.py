@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..core.errors import ConfigError, TaskError
+from ..core.choices import check_rank
+from ..core.errors import TaskError
 from ..core.key import Key
 from ..models.stateless import is_within
+from .rank_limits import warn_lowered_ranks
 
 ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 """Layers that can be wrapped; convolutions without groups."""
@@ -74,7 +76,8 @@ def add_lora(
 
     Args:
         module: left as it is.
-        rank: r.
+        rank: r. Above the largest that one of the layers can have it is lowered to that, α/r included; a layer
+            that can have less gets fewer components under the same scale. Either is warned of.
         alpha: α; by default r, a scale of 1.
         target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular
             expression for whole names, or ``"all"``.
@@ -86,16 +89,14 @@ def add_lora(
         The module; its output is at first the original's exactly.
 
     Raises:
-        TaskError: if nothing matches, a rank is above a dimension, a layer cannot be adapted or is lazy.
-        ConfigError: if the rank is below 1.
+        TaskError: if nothing matches, a layer cannot be adapted or is lazy.
+        ConfigError: if the rank is no whole number of at least 1.
     """
-    if rank < 1:
-        raise ConfigError(f"the rank of LoRA must be at least 1; it is {rank}")
+    rank = check_rank(rank, "the rank of LoRA")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TaskError(f"{name} belongs to a lazy layer without a shape; run one forward pass first")
     made = copy.deepcopy(module)
-    scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
     key = Key((0,)) if key is None else key
     inside = {n for n, m in made.named_modules() if isinstance(m, nn.MultiheadAttention)}
     layers = {
@@ -115,6 +116,10 @@ def add_lora(
         )
     for parameter in made.parameters():
         parameter.requires_grad_(False)
+    shapes = {n: (len(w), w[0].numel()) for n in targets for w in [layers[n].weight]}
+    warn_lowered_ranks("LoRA", dict.fromkeys(shapes, rank), shapes)
+    rank = min(rank, max(min(shape) for shape in shapes.values()))
+    scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
     wrapped: dict[nn.Module, LoRALayer] = {}
     for name in targets:
         layer = layers[name]
@@ -122,13 +127,7 @@ def add_lora(
             raise TaskError(
                 f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
             )
-        shape = layer.weight.shape
-        max_rank = min(shape[0], math.prod(shape[1:]))
-        if rank > max_rank:
-            raise TaskError(
-                f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {max_rank}"
-            )
-        wrapped[layer] = LoRALayer(layer, rank, scaling, rslora, key / name)
+        wrapped[layer] = LoRALayer(layer, min(rank, *shapes[name]), scaling, rslora, key / name)
     if made in wrapped:
         return wrapped[made]
     # a layer that the module uses under two names gets one pair of factors under both

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +100,13 @@ class Fold:
         Raises:
             ConfigError: if it is neither.
         """
-        if asked >= 1 and float(asked).is_integer():
+        given: Any = asked
+        is_number = not isinstance(given, bool) and isinstance(given, numbers.Real)
+        if is_number and asked >= 1 and float(asked).is_integer():
             return int(asked) * self.times
-        if not 0 < asked < 1:
+        if not is_number or not 0 < asked < 1:
             raise ConfigError(
-                f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
+                f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked!r}"
             )
         # ρ itself is a rounded number, so a hair above counts as at the bound
         affordable = asked * math.prod(self.shape) / (sum(self.size) * self.times)

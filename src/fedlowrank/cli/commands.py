@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..config.experiment import ExperimentConfig
 from ..config.merging import LaidTables, parse_overrides
 from ..config.stored_run import open_run, read_run_config
 from ..config.unread import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread
-from ..core.errors import CheckpointError, ConfigError, NonFiniteError, TaskError
+from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
 from ..core.files import as_checkpoint_error
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
@@ -281,7 +282,12 @@ def run_method(
             run_simulation(experiment, name, folder, **how)
         else:
             how |= vars(experiment.run)
-            simulate(method, federation, folder=folder, progress=on_round is None, on_round=on_round, **how)
+            with warnings.catch_warnings():
+                # a remark has said it
+                warnings.simplefilter("ignore", LoweredRankWarning)
+                simulate(
+                    method, federation, folder=folder, progress=on_round is None, on_round=on_round, **how
+                )
     except Exception:
         # only an interrupt is to be followed by this hint
         INTERRUPT_HINTS.pop()

@@ -10,6 +10,7 @@ import pydantic
 from torch import nn
 
 from ..adapters.lora_layers import add_lora
+from ..core.choices import check_rank
 from ..core.errors import ConfigError
 from ..core.key import Key
 
@@ -21,7 +22,8 @@ class LoraSettings:
     Attributes:
         ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
             of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
-        r: rank that the layers are made for; None adds updates to the weights themselves and wraps nothing.
+        r: rank that the layers are made for, lowered where it is above what a layer can have; None adds
+            updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
         use_rslora: whether the scale is α/√r.
         target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole
@@ -29,13 +31,15 @@ class LoraSettings:
     """
 
     ranks: tuple[pydantic.StrictInt, ...] = ()
-    r: int | None = None
+    r: pydantic.StrictInt | None = None
     lora_alpha: float | None = None
     use_rslora: bool = False
     target_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_ranks(self.ranks)
+        if self.r is not None:
+            check_rank(self.r, "lora.r")
         if self.r is None and (self.lora_alpha is not None or self.use_rslora or self.target_modules):
             raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of layers: set lora.r")
 
@@ -78,9 +82,9 @@ class PeftSettings(pydantic.BaseModel):
 
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
-    """Raise ConfigError where a rank is below 1."""
-    if any(rank < 1 for rank in ranks):
-        raise ConfigError(f"lora.ranks are whole numbers of at least 1; they are {list(ranks)}")
+    """Raise ConfigError where a rank is no whole number of at least 1."""
+    for rank in ranks:
+        check_rank(rank, "every rank of lora.ranks")
 
 
 def broadcast_ranks(ranks: tuple[int, ...], clients: int) -> list[int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import operator
 import typing
 from collections.abc import Mapping
@@ -37,6 +38,21 @@ def _words(cls: type[Any]) -> dict[str, tuple[str, ...]]:
         fields = [f.name for f in dataclasses.fields(cls)]
         _KNOWN[cls] = {n: typing.get_args(hints[n]) for n in fields if typing.get_origin(hints[n]) is Literal}
     return _KNOWN[cls]
+
+
+def check_rank(rank: Any, name: str) -> int:
+    """A rank as an int.
+
+    Args:
+        rank: a whole number of at least 1, of Python or numpy; no bool.
+        name: of the setting, for the message.
+
+    Raises:
+        ConfigError: if it is something else.
+    """
+    if not isinstance(rank, bool) and isinstance(rank, numbers.Integral) and int(rank) >= 1:
+        return int(rank)
+    raise ConfigError(f"{name} must be a whole number of at least 1; it is {rank!r}")
 
 
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}

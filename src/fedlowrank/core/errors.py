@@ -79,6 +79,10 @@ class NonFiniteError(FedlowrankError):
         return type(self), (self.client, self.round, self.name, self.step)
 
 
+class LoweredRankWarning(UserWarning):
+    """A rank is above what a layer can have, so that a lower one is used there."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """End of a message about an unknown name: the nearest known one, or all of them.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choices import check_rank
 from .errors import TaskError
 from .key import Key
 from .model import Model
@@ -118,6 +119,10 @@ class ClientInfo:
     architecture: str
     rank: int | None = None
     cluster: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            object.__setattr__(self, "rank", check_rank(self.rank, f"client {self.id}: its rank"))
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,8 @@ class Federation:
                 it takes and returns; its hooks run then.
             head: dotted name of the submodule that is the head; see :class:`Architecture`.
             architecture: name of each client's model. By default client k has the (k mod number)-th.
-            rank: rank of each client's low-rank parts.
+            rank: rank of each client's low-rank parts; lowered, with a warning, where it is above what a
+                layer can have.
             cluster: ground-truth task of each client, counted from 0, for methods with optimal routing.
             classes: names or number of the classes. By default the largest label plus one.
             val: share of the examples for validation, if the client has no split of its own.

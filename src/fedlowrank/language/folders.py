@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..adapters.adapted_layers import PEFT_PREFIX
 from ..adapters.lora import LoRA, find_lora
+from ..adapters.rank_limits import warn_lowered_ranks
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
@@ -98,7 +99,12 @@ class AdapterFolders:
         return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
 
     def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
-        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` report its errors."""
+        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` report its errors.
+
+        A rank above what a layer can have is lowered there, with a warning.
+        """
+        shapes = {n: self._lora.shapes[n] for n in model.factors}
+        warn_lowered_ranks("adapters", dict.fromkeys(shapes, rank), shapes)
         parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
         self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
         errors = {

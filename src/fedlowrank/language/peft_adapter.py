@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ..adapters.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
 from ..adapters.lora import find_lora
+from ..adapters.rank_limits import warn_lowered_ranks
 from ..core.errors import TaskError
 from ..core.key import Key
-from ..linalg.pair import Factors, Pair
+from ..linalg.pair import Factors, Pair, truncate_pair
 from ..models.architecture import build_module
 from .optional import import_library
 
@@ -36,7 +37,8 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
     Args:
         model: a base without adapters; a ``transformers`` model or any module.
         config: of :func:`.peft_config.lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
-            is ``peft_config["default"]`` of the result.
+            is ``peft_config["default"]`` of the result. A rank above what a layer can have is lowered there,
+            with a warning, as by :func:`fedlowrank.adapters.lora_layers.add_lora`.
         key: of the factor that is random, see :func:`initial_factors`. torch's global generator is as before.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
 
@@ -44,8 +46,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
         A ``peft.PeftModel`` in evaluation mode. Only factors, and the head's parameters, require gradients.
 
     Raises:
-        TaskError: if target modules match no layer, a rank is above a layer's dimension, or a layer is of a
-            kind that is not supported.
+        TaskError: if target modules match no layer, or a layer is of a kind that is not supported.
     """
     library = import_library("peft", "a LoRA adapter")
     before = [n for n, m in model.named_modules() if hasattr(m, "lora_A")]
@@ -62,8 +63,11 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
     made.exclude_modules = _exclude_head(given, head)
     names = _adaptable_layers(model)
     chosen = _find_targets(model, made, names)
-    for name in chosen:
-        _check_layer(name, names[name], made.r)
+    shapes = {name: _matrix_shape(name, names[name]) for name in chosen}
+    warn_lowered_ranks("LoRA", dict.fromkeys(shapes, made.r), shapes)
+    made.r = min(made.r, max(map(min, shapes.values())))
+    # whole names, for PEFT takes a key for the end of a name
+    made.rank_pattern = {f"^{re.escape(n)}$": min(s) for n, s in shapes.items() if min(s) < made.r}
     transposed = {_kind_of(names[name]) == "conv1d" for name in chosen}
     # PEFT sets it layer by layer and warns each time that it is not as the layer has it
     made.fan_in_fan_out = any(transposed)
@@ -88,10 +92,16 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
         raise TaskError(f"PEFT cannot adapt the {type(model).__name__}: {error}") from error
     slot = tuned.peft_config[ADAPTER]
     slot.exclude_modules, slot.fan_in_fan_out = given, any(transposed)
+    # layers of lower rank have the scale of the others
+    slot.rank_pattern, scale = {}, made.lora_alpha / (math.sqrt(made.r) if made.use_rslora else made.r)
+    for layer in tuned.modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            layer.scaling[ADAPTER] = scale
     own, adapted = dict(tuned.named_parameters()), find_lora(tuned, None).layers
     with torch.no_grad():
         for layer, pair in initial_factors(adapted, made.r, key, made.init_lora_weights).items():
-            for name, value in adapted[layer].as_parameters(pair).items():
+            own_pair = truncate_pair(pair, min(adapted[layer].shape))
+            for name, value in adapted[layer].as_parameters(own_pair).items():
                 own[name].copy_(value)
     for name, parameter in own.items():
         if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in head):
@@ -200,7 +210,8 @@ def _kind_of(module: nn.Module) -> Literal["linear", "conv1d", "embedding", "con
     return "convolution" if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else None
 
 
-def _check_layer(name: str, module: Any, rank: int) -> None:
+def _matrix_shape(name: str, module: Any) -> tuple[int, int]:
+    """(d, k) of a layer's weight as a matrix; raises TaskError for one that cannot be adapted exactly."""
     kind = _kind_of(module)
     if kind == "convolution" and (module.groups > 1 or any(s != 1 for s in module.dilation)):
         raise TaskError(
@@ -208,12 +219,7 @@ def _check_layer(name: str, module: Any, rank: int) -> None:
         )
     if kind == "linear":
         # not the weight's shape: a quantized weight is packed
-        d, k = module.out_features, module.in_features
-    else:
-        d, k = module.weight.shape[0], module.weight[0].numel()
-        # stored as [k, d]
-        d, k = (d, k) if kind == "convolution" else (k, d)
-    if rank > min(d, k):
-        raise TaskError(
-            f"rank {rank} is above what the layer {name}, [{d}, {k}], can have: at most {min(d, k)}"
-        )
+        return module.out_features, module.in_features
+    d, k = module.weight.shape[0], module.weight[0].numel()
+    # stored as [k, d]
+    return (d, k) if kind == "convolution" else (k, d)

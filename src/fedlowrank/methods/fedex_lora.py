@@ -33,6 +33,7 @@ from .families.lora import (
     initial_factors,
     leaves_of,
     placed,
+    rank_of_factors,
     received,
     tune,
 )
@@ -80,6 +81,10 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     title = "FedEx-LoRA"
     citation = "Singhal et al., ACL 2025, arXiv:2410.09432"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """A random A, B = 0, no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
@@ -115,7 +120,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
             for factors in total["each"].values()
         ]
-        scale = server.scaling.at(next(iter(means.values())).rank)
+        scale = server.scaling.at(rank_of_factors(means))
         residual = cast_like(weighted(gaps, [scale * w / sum(weights) for w in weights]), means)
         return Server(
             means,

@@ -52,6 +52,7 @@ from .families.lora import (
     initial_factors,
     leaves_of,
     placed,
+    rank_of_factors,
     received,
     tune,
 )
@@ -105,6 +106,10 @@ class FedHL(Method[Server, Params, Download, Message]):
                 f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
             )
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """W_0 = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
@@ -118,7 +123,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
-        rank = self.tuning.rank_of(client)
+        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         left = remainder(server.delta, rank, server.drawn) if self.residual else {}
         return Download(self.tuning.message(factors, server.rest), left)
@@ -137,7 +142,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Line 17."""
-        ranks = [self.tuning.rank_of(c) for c in view.replied]
+        ranks = [self.tuning.rank_of(c, rank_of_factors(server.drawn)) for c in view.replied]
         p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
         updates = [
             (server.scaling.at(r), factors)

@@ -56,6 +56,10 @@ class FedIT(Method[Server, Params, Message, Message]):
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """A random A, and B = 0."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)

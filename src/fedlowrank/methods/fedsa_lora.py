@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..adapters.lora import lora_of
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
@@ -51,6 +52,10 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """A random A."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
@@ -61,7 +66,8 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """B = 0."""
-        model, rank = task.model(client), self.tuning.rank_of(client)
+        model = task.model(client)
+        rank = self.tuning.rank_of(client, lora_of(model).largest_rank)
         return Own({n: p.b for n, p in initial_factors(task, rank).items()}, self.tuning.own_rest(model))
 
     def download(self, server: Server, client: ClientInfo) -> Message:

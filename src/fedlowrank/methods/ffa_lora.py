@@ -45,6 +45,10 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """B = 0.
 
@@ -102,7 +106,8 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""
         leaves = leaves_of(received(down), state | down.rest)
-        drawn = initial_factors(view.task, self.tuning.rank_of(view.info))
+        rank = self.tuning.rank_of(view.info, lora_of(view.model).largest_rank)
+        drawn = initial_factors(view.task, rank)
         return {"a": {n: p.a for n, p in drawn.items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
 
 

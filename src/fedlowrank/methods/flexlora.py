@@ -31,6 +31,7 @@ from .families.lora import (
     initial_factors,
     leaves_of,
     placed,
+    rank_of_factors,
     received,
     tune,
 )
@@ -63,6 +64,10 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     title = "FlexLoRA"
     citation = "Bai et al., NeurIPS 2024, arXiv:2402.11505"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """W = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
@@ -76,7 +81,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components."""
-        rank = self.tuning.rank_of(client)
+        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
@@ -96,7 +101,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """W = Σ p_i s_i B_i A_i."""
         factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
-        scales = [server.scaling.at(next(iter(f.values())).rank) for f in factors]
+        scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         blocks = weighted_blocks(shares, scales, factors)
         return Server(

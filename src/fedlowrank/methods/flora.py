@@ -25,7 +25,18 @@ from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, Ledger, weighted
-from .families.lora import Leaves, Message, Scaling, Tuning, factors_of, leaves_of, placed, received, tune
+from .families.lora import (
+    Leaves,
+    Message,
+    Scaling,
+    Tuning,
+    factors_of,
+    leaves_of,
+    placed,
+    rank_of_factors,
+    received,
+    tune,
+)
 
 
 @tree
@@ -69,6 +80,10 @@ class FLoRA(Method[Server, Own, Download, Message]):
     title = "FLoRA"
     citation = "Wang et al., NeurIPS 2024, arXiv:2409.05976"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """No stack yet."""
         self.tuning.ranks(task, self.title)
@@ -85,7 +100,8 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
-        rank, lora = self.tuning.rank_of(view.info), lora_of(view.model)
+        lora = lora_of(view.model)
+        rank = self.tuning.rank_of(view.info, lora.largest_rank)
         base = self._base(state, down, lora)
         like = next(iter(view.model.initial.values()))
         start = leaves_of(lora.initial_factors(rank, view.key / "lora", like), state.rest | down.rest)
@@ -103,7 +119,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One more stack."""
         factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
-        scales = [server.scaling.at(next(iter(f.values())).rank) for f in factors]
+        scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         stack = weighted(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         return Server(
             server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling

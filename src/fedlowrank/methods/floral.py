@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.adapted_parameters import KINDS, Kind
+from ..adapters.adapted_parameters import KINDS, Kind, warn_adapted_ranks
 from ..adapters.budget import adaptor_warnings
 from ..adapters.mixture import EPS, Construction, Factor
 from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights
@@ -78,7 +78,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
     Attributes:
         clusters: C, number of adaptors of each adapted parameter.
         rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
-            least).
+            least). An integer above what a weight can have is lowered there, with a warning.
         rank_pattern: ranks or budgets of single layers, by the end of their names, such as {head = 10}.
         alpha: α, factor on the adaptors.
         construction: of adaptors of convolutions.
@@ -123,6 +123,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         """u^0, and adaptors that are zero."""
         model, key = task.common_model(self.title), task.key / "adaptors"
         where, u, how = adapted_of(self, model), model.initial, (self.random, self.initial_scale)
+        warn_adapted_ranks(self.title, where)
         a = initial_adaptors(where, self.clusters, key, self.construction, u, *how)
         return Server({"base": u, "adaptors": a}, fresh_memory())
 

@@ -42,6 +42,7 @@ from .families.lora import (
     initial_factors,
     leaves_of,
     placed,
+    rank_of_factors,
     received,
     scaled,
     tune,
@@ -80,6 +81,10 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     citation = "Cho et al., EMNLP 2024, arXiv:2401.06432"
     bounds = {"prune": "> 0 and <= 1", "penalty": ">= 0"}
 
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        return self.tuning.remarks(task, self.title)
+
     def server_init(self, task: Task) -> Server:
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
@@ -92,14 +97,15 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
-        rank = server.ranks.get(str(client.id), self.tuning.rank_of(client))
+        own = self.tuning.rank_of(client, rank_of_factors(server.factors))
+        rank = server.ranks.get(str(client.id), own)
         factors = scaled(cut(server.factors, rank), 1 / server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train, and prune where the tail has shrunk."""
         start = leaves_of(received(down), state | down.rest)
-        rank = next(iter(start["a"].values())).shape[0]
+        rank = rank_of_factors(factors_of(start))
         kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
         end = tune(view, start, self.tuning.scale(view, rank), self.optimizer, penalty=penalty)
@@ -113,22 +119,23 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def upload_form(self, expected: Message, task: Task) -> OneOf:
         """Of the rank received, or of what pruning leaves of it."""
         del task
-        kept = max(1, int(self.prune * next(iter(expected.factors.values())).b.shape[1]))
+        kept = max(1, int(self.prune * rank_of_factors(expected.factors)))
         return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = received(upload), float(client.examples)
-        rank, top = next(iter(factors.values())).rank, max(p.rank for p in server.factors.values())
+        rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
         unit = scaled(widen(factors), server.scaling.at(rank))
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
+        padded = {name: zero_pad_pair(p, server.factors[name].rank) for name, p in unit.items()}
         found: dict[str, Any] = {
-            "factors": Mean({name: zero_pad_pair(p, top) for name, p in unit.items()}, weight),
+            "factors": Mean(padded, weight),
             "reached": Sum(reached, counts=True),
             "rest": Mean(upload.rest, n),
         }
-        pruned = Each(None if rank == self.tuning.rank_of(client) else rank)
+        pruned = Each(None if rank == self.tuning.rank_of(client, top) else rank)
         return {**found, "pruned": pruned} if self.prune < 1 else found
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
@@ -149,7 +156,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)
-        rank = next(iter(leaves["a"].values())).shape[0]
+        rank = rank_of_factors(factors_of(leaves))
         scale = self.tuning.scale(view, rank)
         return ClientModel(view.model.initial | placed(view.model, leaves, scale, {}, {}))
 

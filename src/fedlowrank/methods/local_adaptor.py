@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.adapted_parameters import KINDS, Kind
+from ..adapters.adapted_parameters import KINDS, Kind, warn_adapted_ranks
 from ..adapters.budget import adaptor_warnings
 from ..adapters.mixture import EPS, Construction
 from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
@@ -34,7 +34,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     Attributes:
         rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
-            least).
+            least). An integer above what a weight can have is lowered there, with a warning.
         rank_pattern: ranks or budgets of single layers, by the end of their names, such as {head = 10}.
         alpha: α, factor on the adaptor.
         construction: of adaptors of convolutions.
@@ -62,7 +62,9 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     def server_init(self, task: Task) -> Params:
         """u^0."""
-        return task.common_model(self.title).initial
+        model = task.common_model(self.title)
+        warn_adapted_ranks(self.title, adapted_of(self, model))
+        return model.initial
 
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""

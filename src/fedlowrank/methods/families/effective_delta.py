@@ -38,10 +38,13 @@ def first_components(
     power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
     found: Factors = {}
     for name, delta in deltas.items():
-        triplets, first = truncate_delta(delta, rank), drawn[name]
-        pair, r = split_svd(triplets, rank, how), triplets.rank
+        first = drawn[name]
+        # of a layer that can have less, all that it can have
+        own = min(rank, first.rank)
+        triplets = truncate_delta(delta, own)
+        pair, r = split_svd(triplets, own, how), triplets.rank
         b, a = (pair.b / scale**power).to(first.b), (pair.a / scale ** (1 - power)).to(first.a)
-        b[:, r:], a[r:] = first.b[:, r:rank], first.a[r:rank]
+        b[:, r:], a[r:] = first.b[:, r:own], first.a[r:own]
         found[name] = Pair(b.contiguous(), a.contiguous())
     return found
 

@@ -7,7 +7,8 @@ by it, so that no aggregator knows of α or r.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ...adapters.lora import LoRA, lora_of, parameters_beside_factors
-from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
-from ...core.choices import check_choices
-from ...core.errors import ConfigError, TaskError
+from ...adapters.rank_limits import describe_lowered_ranks
+from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors, unpack_factors
+from ...core.choices import check_choices, check_rank
+from ...core.errors import LoweredRankWarning, TaskError
 from ...core.loss import task_loss
 from ...core.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
 from ...core.model import Model
@@ -67,7 +69,9 @@ class Tuning:
     """How LoRA clients train and what they send.
 
     Attributes:
-        rank: of clients that do not bring one.
+        rank: of clients that do not bring one. A rank above what a layer can have is lowered, with a warning:
+            to the largest that a layer of the model can have, so that the scale α/r is that of the lowered
+            rank; and in layers that can have less to min(d, k), under the same scale.
         scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α,
             so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
         head: what is trained beside the factors, a classification head say: shared, averaged by examples;
@@ -82,24 +86,34 @@ class Tuning:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.rank < 1:
-            raise ConfigError(f"tuning.rank must be at least 1; it is {self.rank}")
+        object.__setattr__(self, "rank", check_rank(self.rank, "tuning.rank"))
 
-    def rank_of(self, client: ClientInfo) -> int:
-        """Rank of a client's factors."""
-        return self.rank if client.rank is None else client.rank
+    def rank_of(self, client: ClientInfo, largest: int) -> int:
+        """Rank of a client's factors.
+
+        Args:
+            client: whose.
+            largest: that a layer of its model can have (:attr:`LoRA.largest_rank`); a rank above it counts as
+                it. A layer that can have less has fewer components, under the same scale.
+        """
+        return min(self.rank if client.rank is None else client.rank, largest)
+
+    def remarks(self, task: Task, method: str) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        shapes = lora_of(task.common_model(method)).shapes
+        asked = {self.rank if c.rank is None else c.rank for c in task.clients}
+        return [t for r in sorted(asked) for t in describe_lowered_ranks(dict.fromkeys(shapes, r), shapes)]
 
     def ranks(self, task: Task, method: str) -> list[int]:
-        """The rank of every client, after it was checked against the layers.
+        """The rank of every client; warns of those that are above what a layer can have.
 
         Raises:
-            TaskError: if models differ, or a rank is above a dimension.
+            TaskError: if models differ.
         """
         lora = lora_of(task.common_model(method))
-        found = [self.rank_of(client) for client in task.clients]
-        for client, rank in {r: (c, r) for c, r in zip(task.clients, found, strict=True)}.values():
-            lora.check_rank(rank, f"client {client.id}")
-        return found
+        for remark in self.remarks(task, method):
+            warnings.warn(f"{method}: {remark}", LoweredRankWarning, stacklevel=3)
+        return [self.rank_of(client, lora.largest_rank) for client in task.clients]
 
     def equal_rank(self, task: Task, method: str) -> int:
         """The one rank of all clients.
@@ -121,15 +135,19 @@ class Tuning:
     def scaling_of(self, lora: LoRA) -> Scaling:
         """The scale of each rank under a model's configuration."""
         power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
-        return Scaling(lora.scale, self.rank if lora.rank is None else lora.rank, power)
+        own = min(self.rank, lora.largest_rank) if lora.rank is None else lora.rank
+        return Scaling(lora.scale, own, power)
 
     def scale(self, view: ClientView, rank: int | None = None) -> float:
         """The scale s of a client's update, at its own rank or at another one."""
-        return self.scaling_of(lora_of(view.model)).at(self.rank_of(view.info) if rank is None else rank)
+        lora = lora_of(view.model)
+        own = self.rank_of(view.info, lora.largest_rank) if rank is None else rank
+        return self.scaling_of(lora).at(own)
 
     def scale_of(self, task: Task, client: ClientInfo) -> float:
         """The scale s of a client's update at its own rank."""
-        return self.scaling_of(lora_of(task.model(client))).at(self.rank_of(client))
+        lora = lora_of(task.model(client))
+        return self.scaling_of(lora).at(self.rank_of(client, lora.largest_rank))
 
     def kept(self, leaves: Leaves) -> Params:
         """What a client keeps of its trained leaves: a personal rest."""
@@ -146,6 +164,11 @@ class Tuning:
     def message(self, factors: Factors, rest: Params) -> Message:
         """Factors and rest as they travel; a personal rest does not."""
         return Message(pack_factors(factors, self.wire), rest if self.head == "shared" else {})
+
+
+def rank_of_factors(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
+    """The rank of a client's factors: that of its widest layer, for others may have less."""
+    return max(pair.b.shape[1] for pair in factors.values())
 
 
 def initial_factors(task: Task, rank: int) -> Factors:
