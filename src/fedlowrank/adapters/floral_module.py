@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError, TaskError
+from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..core.tree import Params
 from .adapted_parameters import (
@@ -108,6 +109,7 @@ class Floral(nn.Module):
         'Linear'
     """
 
+    @check_arguments
     def __init__(
         self,
         model: nn.Module,

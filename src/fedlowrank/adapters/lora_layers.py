@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..core.choices import check_rank
 from ..core.errors import TaskError
+from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..models.stateless import is_within
 from .rank_limits import warn_lowered_ranks
@@ -62,6 +63,7 @@ class LoRALayer(nn.Module):
         return out + self.scaling * convolve(inner, b.reshape(-1, rank, *[1] * (inner.ndim - 2)))
 
 
+@check_arguments
 def add_lora(
     module: nn.Module,
     rank: int,

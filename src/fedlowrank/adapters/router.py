@@ -10,8 +10,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from ..core.task import Pass
 
@@ -20,7 +20,7 @@ Route = int | Sequence[float] | Tensor
 
 
 @dataclass(frozen=True)
-class Router:
+class Router(CheckedFields):
     """How a client learns its mixture π = softmax(θ / temperature).
 
     Attributes:
@@ -49,7 +49,6 @@ class Router:
     adapt: int = 10
 
     def __post_init__(self) -> None:
-        check_choices(self)
         if not (0 <= self.lr < math.inf and 0 < self.temperature < math.inf and 0 <= self.noise < math.inf):
             raise ConfigError(
                 f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 from ..data.bundled import Digits
 from ..data.checks import check_minimum
 from ..data.concept import Concept, NaturalClusters
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Preparation:
+class Preparation(CheckedFields):
     """What is done to a data set of any source.
 
     Attributes:

@@ -12,11 +12,12 @@ from torch import nn
 from ..adapters.lora_layers import add_lora
 from ..core.choices import check_rank
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(CheckedFields):
     """LoRA of the built-in models and of your own; of a language model see :class:`PeftSettings`.
 
     Attributes:

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(CheckedFields):
     """What is taken from a client over the network.
 
     Attributes:
@@ -51,7 +51,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class NetworkSettings:
+class NetworkSettings(CheckedFields):
     """How a server deals with clients that it can only reach by messages.
 
     Attributes:
@@ -85,7 +85,6 @@ class NetworkSettings:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        check_choices(self)
         for name, least in (("clients", 1), ("min_clients", 1), ("min_replies", 0), ("attempts", 1),
                             ("silent_after", 0)):  # fmt: skip
             value = getattr(self, name)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 from .merging import parse_value, parse_variation
 
 PaperNumber = float | str | list[float | str]
 
 
 @dataclass(frozen=True)
-class Reference:
+class Reference(CheckedFields):
     """A paper's numbers, shown beside those of a run.
 
     Each by method, or by ``method.series``; a list holds a number for each value of the varied field.

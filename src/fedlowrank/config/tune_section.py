@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 
 _SECTIONS = ("data", "defaults", "lora", "methods", "model", "partition", "run", "split")
 """Sections of a file by whose names a field of a method may be prefixed by mistake."""
 
 
 @dataclass(frozen=True)
-class TuneSettings:
+class TuneSettings(CheckedFields):
     """A grid search: every method is tuned on its own grid by validation, then tested with other seeds.
 
     Attributes:

@@ -1,43 +1,16 @@
-"""Settings that take one of a few words, or numbers within bounds."""
+"""Settings that are numbers within bounds, which are written as ``">= 0 and < 1"``."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import numbers
 import operator
-import typing
-from collections.abc import Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from .errors import ConfigError, did_you_mean
-
-_KNOWN: dict[type[Any], dict[str, tuple[str, ...]]] = {}
-
-
-def check_choices(settings: Any) -> None:
-    """Refuse a word that a ``Literal`` field does not know; it would else be taken for one of the others.
-
-    Args:
-        settings: a dataclass, from its ``__post_init__``.
-
-    Raises:
-        ConfigError: naming the field and the nearest word.
-    """
-    for name, words in _words(type(settings)).items():
-        value = getattr(settings, name)
-        if value not in words:
-            raise ConfigError(
-                f"{type(settings).__name__}.{name}: {value!r} is no choice. {did_you_mean(str(value), words)}"
-            )
-
-
-def _words(cls: type[Any]) -> dict[str, tuple[str, ...]]:
-    if cls not in _KNOWN:
-        hints = typing.get_type_hints(cls)
-        fields = [f.name for f in dataclasses.fields(cls)]
-        _KNOWN[cls] = {n: typing.get_args(hints[n]) for n in fields if typing.get_origin(hints[n]) is Literal}
-    return _KNOWN[cls]
+from .errors import ConfigError
 
 
 def check_rank(rank: Any, name: str) -> int:
@@ -56,6 +29,11 @@ def check_rank(rank: Any, name: str) -> int:
 
 
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_INTERVAL = re.compile(rf"([\[(\]])\s*({_NUMBER})?[^,;]*[,;]\s*({_NUMBER})?.*?([\])\[])")
+_GRAMMAR = (
+    "Write one comparison (>=, >, <= or <, then a number) or several joined by 'and', such as '>= 0 and < 1'"
+)
 
 
 def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
@@ -67,11 +45,52 @@ def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
         title: of the settings, for the message.
 
     Raises:
-        ConfigError: naming the field, its bounds and its value.
+        ConfigError: naming the field, its bounds and its value; or a bound that cannot be read, or is of no
+            field or of one that is no number.
     """
+    if not isinstance(bounds, Mapping):
+        raise ConfigError(f"{title}: bounds must be a dict by name of a field, not {bounds!r}. {_GRAMMAR}")
     for name, bound in bounds.items():
+        if not hasattr(settings, name):
+            raise ConfigError(f"{title}: bounds names {name!r}, which is no field")
         value = getattr(settings, name)
-        limits = [part.split() for part in bound.split(" and ")]
-        inside = value is None or all(_COMPARE[sign](value, float(limit)) for sign, limit in limits)
-        if not inside or (value is not None and not math.isfinite(value)):
+        limits = _parse(bound, f"{title}: bounds[{name!r}]")
+        if value is None:
+            continue
+        try:
+            inside = math.isfinite(value) and all(compare(value, limit) for compare, limit in limits)
+        except TypeError as error:
+            raise ConfigError(
+                f"{title}: {name} must be a number, for bounds names it; it is {value!r}"
+            ) from error
+        if not inside:
             raise ConfigError(f"{title}: {name} must be {bound}; it is {value}")
+
+
+@functools.cache
+def _parse(bound: Any, where: str) -> list[tuple[Callable[[Any, Any], bool], float]]:
+    """The comparisons of a bound, each with its number."""
+    found = []
+    for part in bound.split(" and ") if isinstance(bound, str) else ():
+        match = re.fullmatch(rf"\s*(>=|<=|>|<)\s*({_NUMBER})\s*", part)
+        if match is None:
+            break
+        found.append((_COMPARE[match[1]], float(match[2])))
+    else:
+        if found:
+            return found
+    suggestion = _from_interval(bound) if isinstance(bound, str) else ""
+    raise ConfigError(f"{where} is {bound!r}. {suggestion or _GRAMMAR}.")
+
+
+def _from_interval(text: str) -> str:
+    """What to write instead of an interval such as ``[0, 1)``; nothing for another text."""
+    match = _INTERVAL.fullmatch(text.strip())
+    if match is None:
+        return ""
+    left, low, high, right = match.groups()
+    parts = [
+        *([f"{'>=' if left == '[' else '>'} {low}"] if low else []),
+        *([f"{'<=' if right == ']' else '<'} {high}"] if high else []),
+    ]
+    return f"Write {' and '.join(parts)!r}" if parts else ""

@@ -9,7 +9,7 @@ them after the step.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from .choices import check_choices
 from .errors import ConfigError
+from .field_checks import CheckedFields
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(CheckedFields):
     """How the learning rate changes from round to round (it is constant within a round).
 
     Attributes:
@@ -43,7 +43,6 @@ class Schedule:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self)
         if (
             not 0 < self.factor < math.inf
             or self.every < 1
@@ -71,7 +70,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(CheckedFields):
     """Settings of some of the parameters that differ from the optimizer's.
 
     Attributes:
@@ -91,7 +90,7 @@ class Rates:
     weight_decay: list[float]
 
 
-class _Optimizer(ABC):
+class _Optimizer(CheckedFields):
     """What SGD and AdamW share: learning rates."""
 
     lr: float
@@ -285,11 +284,6 @@ class _ByKind:
 
 Optimizer = Annotated[SGD | AdamW, _ByKind()]
 """One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
-
-
-def is_optimizer(value: Any) -> bool:
-    """Whether a value is an optimizer of this module."""
-    return isinstance(value, _Optimizer)
 
 
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.choices import check_choices
 from ..core.errors import DataError, did_you_mean
+from ..core.field_checks import CheckedFields
 from .checks import describe_array
 from .dataset import Dataset, Examples
 from .files import check_file, expand_path
@@ -25,7 +25,7 @@ Layout = Literal["as_is", "hw", "hwc"]
 
 
 @dataclass(frozen=True)
-class Arrays:
+class Arrays(CheckedFields):
     """An ``.npz`` file with ``x_train``, ``y_train``, optionally ``x_test``, ``y_test``; or ``x`` and ``y``.
 
     Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged (save ids of words
@@ -43,9 +43,6 @@ class Arrays:
 
     path: str
     layout: Layout = "as_is"
-
-    def __post_init__(self) -> None:
-        check_choices(self)
 
     def load(self) -> Dataset:
         """The arrays, inputs as float32.

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from .checks import check_minimum
 from .dataset import Inputs, Stored
 
 
 @dataclass(frozen=True)
-class Augment:
+class Augment(CheckedFields):
     """How the images of training batches are augmented; by default not at all.
 
     Every image of every step gets its own draw, in each training pass (some methods also adapt before

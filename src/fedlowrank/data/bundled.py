@@ -8,10 +8,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ..core.field_checks import CheckedFields
 from .dataset import Dataset, Examples
 
 
-class _Bundled:
+class _Bundled(CheckedFields):
     """A data set of scikit-learn; all examples are the training part."""
 
     name: ClassVar[str]

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..core.choices import check_choices
 from ..core.errors import DataError
+from ..core.field_checks import CheckedFields
 from .checks import describe_array
 from .cifar_names import CIFAR10, CIFAR100_COARSE, CIFAR100_FINE
 from .dataset import Dataset, Examples
@@ -28,7 +28,7 @@ Images = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Cifar10:
+class Cifar10(CheckedFields):
     """CIFAR-10: 32x32 color images of 10 classes, in five training files and one test file.
 
     The binary version (``data_batch_1.bin`` ... ``test_batch.bin``) and the python version (``data_batch_1``
@@ -62,7 +62,7 @@ class Cifar10:
 
 
 @dataclass(frozen=True)
-class Cifar100:
+class Cifar100(CheckedFields):
     """CIFAR-100: 32x32 color images of 100 fine or 20 coarse classes, in a training file and a test file.
 
     The binary version (``train.bin``, ``test.bin``) and the python version (``train``, ``test``, pickles that
@@ -77,9 +77,6 @@ class Cifar100:
 
     path: str
     labels: Literal["fine", "coarse"] = "fine"
-
-    def __post_init__(self) -> None:
-        check_choices(self)
 
     def load(self) -> Dataset:
         """The images as [n, 3, 32, 32] in [0, 1].

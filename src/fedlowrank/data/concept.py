@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from .augment import Augment
 from .checks import check_minimum
 from .dataset import ClientData, Examples
@@ -23,7 +24,7 @@ from .partition import LabelGroups, Natural, Partition
 
 
 @dataclass(frozen=True)
-class Concept:
+class Concept(CheckedFields):
     """No concept: all clients see their examples unchanged, and there are no clusters."""
 
     def cluster(self, client: int) -> int | None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.choices import check_choices
 from ..core.errors import DataError, did_you_mean
+from ..core.field_checks import CheckedFields
 from ..core.text import explain_encoding
 from .dataset import Dataset, Examples
 from .files import check_file, expand_path
@@ -30,7 +30,7 @@ _MAX_NAMES = 12
 
 
 @dataclass(frozen=True)
-class Csv:
+class Csv(CheckedFields):
     """A table in a ``.csv``, ``.tsv`` or ``.parquet`` file, with a row for each example.
 
     Numbers stay as they are (``data.normalize`` scales them); a column of text becomes a 0/1 feature for each
@@ -67,9 +67,6 @@ class Csv:
     missing: Literal["refuse", "drop", "mean"] = "refuse"
     decimal: Literal[".", ","] = "."
     separator: Literal[",", ";", "\t", "|"] | None = None
-
-    def __post_init__(self) -> None:
-        check_choices(self)
 
     def load(self) -> Dataset:
         """The rows as inputs float32 [n, features].

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import DataError, TaskError
+from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
@@ -251,6 +252,7 @@ class Federation:
         return table
 
     @classmethod
+    @check_arguments
     def from_arrays(
         cls,
         clients: Sequence[ArrayPair | Mapping[str, ArrayPair]],

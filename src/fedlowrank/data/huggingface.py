@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..core.errors import DataError, did_you_mean
+from ..core.field_checks import CheckedFields
 from .arrays import convert_array, encode_clients, encode_labels, to_float32
 from .dataset import Dataset, Examples
 from .hub import open_dataset
@@ -19,7 +20,7 @@ from .input_types import InputTypes
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(CheckedFields):
     """Any data set that the library ``datasets`` reads, with an image column or numeric columns.
 
     Needs ``pip install 'fedlowrank[huggingface]'``.

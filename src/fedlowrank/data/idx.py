@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..core.errors import DataError
+from ..core.field_checks import CheckedFields
 from .dataset import Dataset, Examples
 from .files import find_folder
 from .input_types import scale_bytes
@@ -21,7 +22,7 @@ _DIMENSIONS = {"images": 3, "labels": 1}
 
 
 @dataclass(frozen=True)
-class Mnist:
+class Mnist(CheckedFields):
     """MNIST, Fashion-MNIST, KMNIST and others in the same files: IDX, plain or compressed with gzip.
 
     The folder holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import check_folder
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Folder:
+class Folder(CheckedFields):
     """Image files in a folder for each class, or for each client and class.
 
     Either ``CLASS/file``, as in ImageNet, or ``CLIENT/CLASS/file``, whose clients partition ``natural`` takes;
@@ -48,7 +48,6 @@ class Folder:
     layout: FolderLayout = "auto"
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_image_settings(self.size, self.channels)
 
     def load(self) -> Dataset:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..core.errors import DataError
+from ..core.field_checks import CheckedFields
 from ..core.text import decode_text
 from .checks import check_minimum
 from .dataset import Dataset, Examples
@@ -24,7 +25,7 @@ UserData = dict[str, dict[str, list[Any]]]
 
 
 @dataclass(frozen=True)
-class Femnist:
+class Femnist(CheckedFields):
     """FEMNIST in LEAF's JSON files: handwritten characters of 62 classes; every writer is a natural client.
 
     Use it with partition ``natural``. Other data sets of LEAF with lists of 784 numbers as inputs are read as

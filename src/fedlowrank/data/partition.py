@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
 from .checks import check_labels, check_minimum, check_positive
@@ -48,7 +49,7 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True)
-class Iid:
+class Iid(CheckedFields):
     """Random assignment: every client sees the same distribution. Uses all examples.
 
     Attributes:
@@ -70,7 +71,7 @@ class Iid:
 
 
 @dataclass(frozen=True)
-class Dirichlet:
+class Dirichlet(CheckedFields):
     """Label skew: each class is spread over the clients in proportions drawn from a Dirichlet distribution.
 
     Clients differ in size as well as in labels. All examples are used. The whole partition is drawn again
@@ -125,7 +126,7 @@ class Dirichlet:
 
 
 @dataclass(frozen=True)
-class EqualDirichlet:
+class EqualDirichlet(CheckedFields):
     """Label skew between clients of equal size: each client draws its own mixture of the classes.
 
     The mixture is drawn from Dir(alpha * prior), where the prior is the share of each class in the data. The
@@ -182,7 +183,7 @@ class EqualDirichlet:
 
 
 @dataclass(frozen=True)
-class Pathological:
+class Pathological(CheckedFields):
     """Every client has exactly k classes, and the owners of a class share its examples in similar parts.
 
     Clients take in turn the k classes with the most free places, with random ties, so the numbers of owners
@@ -247,7 +248,7 @@ class Pathological:
 
 
 @dataclass(frozen=True)
-class Natural:
+class Natural(CheckedFields):
     """The clients that the data come from: writers, speakers, hospitals.
 
     Attributes:
@@ -288,7 +289,7 @@ class Natural:
 
 
 @dataclass(frozen=True)
-class LabelGroups:
+class LabelGroups(CheckedFields):
     """Groups of clients with disjoint classes; random assignment within a group. Uses all examples.
 
     The classes are divided into groups of equal size, in order: with 100 classes and 10 groups, classes 0 to

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
 from .checks import check_labels, check_minimum, check_positive
@@ -25,7 +26,7 @@ _FLOOR = 1e-9
 
 
 @dataclass(frozen=True)
-class RankSkew:
+class RankSkew(CheckedFields):
     """Clients of larger rank get more examples and a more skewed class mixture. Uses all examples.
 
     Source: Peng et al., "FedHL", Section VI-A, Case 2: 100 clients, Dirichlet with 0.3, ranks scaled to them

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..core.errors import DataError
+from ..core.field_checks import CheckedFields
 from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import expand_path
@@ -29,7 +30,7 @@ Roles = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
-class Shakespeare:
+class Shakespeare(CheckedFields):
     """Next-character prediction: ``length`` characters of a speaking role, and the next as the class.
 
     Use it with ``data.normalize = "none"``, model ``char_lstm`` and partition ``natural``. Source: Caldas et

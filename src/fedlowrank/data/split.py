@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .apportion import IntArray, largest_remainder
 from .checks import check_minimum
@@ -20,7 +20,7 @@ from .dataset import Dataset
 
 
 @dataclass(frozen=True)
-class Pool:
+class Pool(CheckedFields):
     """The examples of both official parts as positions; test positions follow training positions."""
 
     dataset: Dataset
@@ -104,7 +104,7 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(CheckedFields):
     """Each client's own examples, divided at random.
 
     Attributes:
@@ -127,7 +127,6 @@ class Local:
             raise ConfigError(f"train, val, test must be shares from 0 to 1, val alone may be 0: {shares}.")
         if not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
             raise ConfigError(f"train, val, test must add up to 1: {shares} add up to {sum(shares):g}.")
-        check_choices(self)
 
     @property
     def official_test(self) -> TestUse:
@@ -158,7 +157,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class _OfficialTest:
+class _OfficialTest(CheckedFields):
     """Tests on the official test part; a share of the client's own examples is for validation.
 
     Attributes:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .checks import check_minimum, check_positive
 from .dataset import Dataset, Examples
@@ -28,7 +29,7 @@ Target: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class Synthetic(CheckedFields):
     """A regression without noise whose clients are of cluster c = k mod C, with x ~ N(0, I).
 
     Attributes:
@@ -111,7 +112,7 @@ class SyntheticMLP(Synthetic):
 
 
 @dataclass(frozen=True)
-class LowRankTeacher:
+class LowRankTeacher(CheckedFields):
     """Classes y = argmax W x with x ~ N(0, I), where W has rank R and equal singular values.
 
     A linear model that starts at W = 0 needs an update of rank R, no less: clients whose LoRA rank is below R

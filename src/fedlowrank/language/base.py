@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
@@ -25,7 +25,7 @@ HEAD_NAMES = ("classifier", "score")
 
 
 @dataclass(frozen=True)
-class Base:
+class Base(CheckedFields):
     """Which language model is adapted, and in which precision. Code that comes with a model is never run.
 
     Needs ``pip install 'fedlowrank[language]'``.
@@ -56,7 +56,6 @@ class Base:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        check_choices(self)
         if self.quantize not in (None, "4bit", "8bit"):
             raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
 

@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.field_checks import CheckedFields
 from ..core.tree import tree
 from .factored import Factored
 from .pair import Pair
@@ -51,7 +51,7 @@ for all of them."""
 
 
 @tree
-class DeltaForm:
+class DeltaForm(CheckedFields):
     """How the server stores a delta.
 
     Attributes:
@@ -68,7 +68,6 @@ class DeltaForm:
     dtype: Literal["float64", "float32"] = "float64"
 
     def __post_init__(self) -> None:
-        check_choices(self)
         if self.cap is None:
             return
         if self.kind != "capped":

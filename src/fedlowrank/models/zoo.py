@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.field_checks import CheckedFields
 from ..core.user_code import import_named
 from .char_lstm import CharLSTM
 from .cnn import CNN, FAMILY, FloralCNN
@@ -45,7 +46,7 @@ MODELS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(CheckedFields):
     """Which models the clients have.
 
     Attributes:

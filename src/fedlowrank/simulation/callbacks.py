@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..core.errors import ConfigError
+from ..core.field_checks import check_arguments
 from ..core.user_code import import_named
 from ..data.federation import Federation
 from .records import RoundRecord
@@ -70,6 +71,7 @@ class EarlyStopping(Callback):
         ConfigError: if a number is out of its bounds, or no client has validation examples.
     """
 
+    @check_arguments
     def __init__(self, patience: int = 10, min_delta: float = 0.0) -> None:
         if patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be >= 1; it is {patience}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .communication import PayloadSize, Volume
 from .device_table import read_device_table
@@ -20,7 +21,7 @@ _LISTS = ("speeds", "uplink", "downlink", "availability")
 
 
 @dataclass(frozen=True)
-class Devices:
+class Devices(CheckedFields):
     """What the clients' devices can do, in a simulation.
 
     A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks``

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
-from ..core.choices import check_choices
 from ..core.errors import ConfigError, did_you_mean
+from ..core.field_checks import CheckedFields
 from ..trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums, Trust
 from .client_metrics import check_names
 from .devices import Devices
@@ -19,7 +19,7 @@ LOGGERS = ("tensorboard", "wandb", "mlflow")
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(CheckedFields):
     """The protocol of a run, the same for all methods.
 
     Attributes:
@@ -80,6 +80,8 @@ class RunSettings:
             :mod:`fedlowrank.simulation.devices`.
     """
 
+    passed_to: ClassVar[str] = "simulate"
+
     rounds: int = 50
     participation: float = 1.0
     sampling: Literal["fixed", "poisson"] = "fixed"
@@ -119,15 +121,8 @@ class RunSettings:
         return Trust(self.compression, self.clipping, self.privacy, self.robust, self.attack, self.secure)
 
     def __post_init__(self) -> None:
-        kinds = {f.name: type(f.default) for f in fields(Trust)} | {"devices": Devices}
-        for name, kind in kinds.items():
-            if not isinstance(value := getattr(self, name), kind):
-                raise ConfigError(
-                    f"run.{name} must be fedlowrank.{kind.__name__}(...), not a {type(value).__name__}"
-                )
         # refuses what does not go together
         _ = self.trust
-        check_choices(self)
         # Python code passes a list
         object.__setattr__(self, "metrics", check_names(self.metrics))
         counts = (

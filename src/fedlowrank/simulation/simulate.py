@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError, ConfigError, did_you_mean
+from ..core.field_checks import check_arguments, find_argument
 from ..core.method import Method
 from ..data.federation import Federation
 from ..engines import ENGINES
@@ -25,6 +26,7 @@ from .run_folder import RunFolder
 from .settings import RunSettings
 
 
+@check_arguments
 def simulate(
     method: Method[Any, Any, Any, Any] | str,
     federation: Federation,
@@ -74,7 +76,7 @@ def simulate(
             raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
         method = METHODS[method]()
     _check_types(method, federation)
-    chosen = _settings(settings, federation)
+    chosen = _settings(settings, federation, type(method))
     if chosen.engine not in ENGINES:
         raise ConfigError(
             f"run.engine {chosen.engine!r} needs an experiment file, for its clients are other processes: "
@@ -178,11 +180,16 @@ def describe(
     }
 
 
-def _settings(given: dict[str, Any], federation: Federation) -> RunSettings:
+def _settings(given: dict[str, Any], federation: Federation, method: type[Any]) -> RunSettings:
     known = [f.name for f in dataclasses.fields(RunSettings)]
     for name in given:
         if name not in known:
-            raise ConfigError(f"there is no run setting {name!r}. {did_you_mean(name, known)}")
+            what = f"there is no run setting {name!r}"
+            if found := find_argument(RunSettings, name, given[name]):
+                raise ConfigError(f"{what}. Did you mean {found}?")
+            if found := find_argument(method, name, given[name]):
+                raise ConfigError(f"{what}; it is one of the method: {method.__name__}({found})")
+            raise ConfigError(f"{what}. {did_you_mean(name, known)}")
     chosen = RunSettings(**{"seed": federation.seed, **given})
     if chosen.seed != federation.seed:
         raise ConfigError(

@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..core.choices import check_bounds, check_choices
+from ..core.choices import check_bounds
 from ..core.errors import ConfigError, did_you_mean
+from ..core.field_checks import CheckedFields
 
 Accountant = Literal["pld", "rdp"]
 
@@ -28,7 +29,7 @@ _LARGEST_PLD_EPSILON = 100.0
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(CheckedFields):
     """How the clients of a round are drawn.
 
     Attributes:
@@ -44,7 +45,6 @@ class Sampling:
     rate: float | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self)
         bounds = {"clients": ">= 1", "count": f">= 1 and <= {self.clients}", "rate": "> 0 and <= 1"}
         check_bounds(self, bounds, "sampling")
         for name, kind in (("count", "fixed"), ("rate", "poisson")):

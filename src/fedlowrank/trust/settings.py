@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.choices import check_bounds, check_choices
+from ..core.choices import check_bounds
 from ..core.errors import ConfigError
+from ..core.field_checks import CheckedFields
 
 
 @dataclass(frozen=True)
-class Compression:
+class Compression(CheckedFields):
     """How updates are compressed on their way to the server.
 
     Attributes:
@@ -30,7 +31,7 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class Clipping:
+class Clipping(CheckedFields):
     """A bound on the norm of every update.
 
     Attributes:
@@ -51,7 +52,7 @@ class Clipping:
 
 
 @dataclass(frozen=True)
-class Privacy:
+class Privacy(CheckedFields):
     """Differential privacy of clients.
 
     Attributes:
@@ -71,7 +72,6 @@ class Privacy:
     accountant: Literal["pld", "rdp"] = "rdp"
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_bounds(self, {"noise": "> 0", "epsilon": "> 0", "delta": "> 0 and < 1"}, "privacy")
         if self.kind == "none":
             return
@@ -86,7 +86,7 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class Robust:
+class Robust(CheckedFields):
     """How the server guards the mean against hostile clients.
 
     Attributes:
@@ -105,12 +105,11 @@ class Robust:
     weights: Literal["equal", "examples"] = "equal"
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_bounds(self, {"hostile": ">= 0 and < 0.5"}, "robust")
 
 
 @dataclass(frozen=True)
-class Attack:
+class Attack(CheckedFields):
     """What hostile clients do, in a simulation.
 
     Attributes:
@@ -137,12 +136,11 @@ class Attack:
     target: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_bounds(self, {"share": "> 0 and <= 1", "strength": "> 0", "target": ">= 0"}, "attack")
 
 
 @dataclass(frozen=True)
-class SecureSums:
+class SecureSums(CheckedFields):
     """Sums in which the server sees no single update (Bonawitz et al. 2017), in simulation.
 
     Attributes:
@@ -163,7 +161,7 @@ class SecureSums:
 
 
 @dataclass(frozen=True)
-class Trust:
+class Trust(CheckedFields):
     """All of it; by default nothing happens to an update, and a run has the same bits as without.
 
     Attributes:

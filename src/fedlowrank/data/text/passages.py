@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...core.choices import check_choices
 from ...core.errors import DataError
+from ...core.field_checks import CheckedFields
 from ..checks import check_minimum
 from ..files import expand_path
 from .records import Instruction, Texts, check_columns, check_share
@@ -18,7 +18,7 @@ Unit = Literal["characters", "lines"]
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(CheckedFields):
     """A plain text file in UTF-8 without clients, cut into passages. Goes with format ``none``.
 
     Attributes:
@@ -35,7 +35,6 @@ class Lines:
     test_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_minimum("length", self.length, 1)
         check_share(self.test_share)
 

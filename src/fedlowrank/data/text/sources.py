@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.field_checks import CheckedFields
 from ...core.key import Key
 from ..files import expand_path
 from .passages import Lines, Speakers
@@ -28,7 +29,7 @@ class TextSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Gsm8k:
+class Gsm8k(CheckedFields):
     """Grade-school math questions with worked answers that end in ``#### number``.
 
     Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021).
@@ -74,7 +75,7 @@ def language_of(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class CodeAlpaca:
+class CodeAlpaca(CheckedFields):
     """Programming tasks in the form of Alpaca: instruction, input, output.
 
     Source: Chaudhary, "Code Alpaca: An Instruction-following LLaMA model for code generation" (2023).
@@ -111,7 +112,7 @@ class CodeAlpaca:
 
 
 @dataclass(frozen=True)
-class Dolly:
+class Dolly(CheckedFields):
     """Instructions of eight categories written by people, some about a passage (the context), with responses.
 
     Source: Conover et al., "Free Dolly: Introducing the World's First Truly Open Instruction-Tuned LLM"
@@ -150,7 +151,7 @@ class Dolly:
 
 
 @dataclass(frozen=True)
-class _FileOrHub:
+class _FileOrHub(CheckedFields):
     """A data set from any file, folder or the hub.
 
     Attributes:

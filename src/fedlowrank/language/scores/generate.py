@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...core.choices import check_bounds, check_choices
+from ...core.choices import check_bounds
 from ...core.errors import ConfigError, DataError, TaskError
+from ...core.field_checks import CheckedFields
 from ...core.key import Key
 from ...models.stateless import exchange_slots
 from ..optional import import_library
 
 
 @dataclass(frozen=True)
-class Decoding:
+class Decoding(CheckedFields):
     """How text is generated. Nothing is taken from the model's own generation settings but its end tokens.
 
     Attributes:
@@ -50,7 +51,6 @@ class Decoding:
     key: Key = Key((0,))
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_bounds(
             self, dict.fromkeys(("max_new_tokens", "batch_size", "prompt_tokens"), ">= 1"), "decoding"
         )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ...core.choices import check_bounds, check_choices
+from ...core.choices import check_bounds
 from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.field_checks import CheckedFields
 from ...data.text.table import read_file
 from . import gsm8k, humaneval, perplexity, rouge
 from .generate import Decoding, complete_prompts
@@ -53,7 +54,7 @@ class ScoreTask(Protocol):
 
 
 @dataclass(frozen=True)
-class Gsm8k:
+class Gsm8k(CheckedFields):
     """GSM8K (Cobbe et al. 2021): the share of questions whose last number is right.
 
     Attributes:
@@ -76,7 +77,6 @@ class Gsm8k:
     decoding: Decoding = Decoding(512)
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_bounds(self, {"limit": ">= 1"}, "gsm8k")
         if self.shots < 0 or (self.shots > 0) != (self.train_path is not None):
             raise ConfigError(
@@ -106,7 +106,7 @@ class Gsm8k:
 
 
 @dataclass(frozen=True)
-class Dolly:
+class Dolly(CheckedFields):
     """Dolly (Databricks 2023): mean Rouge-L F of the answers to the instructions of a held-out category.
 
     Attributes:
@@ -147,7 +147,7 @@ class Dolly:
 
 
 @dataclass(frozen=True)
-class HumanEval:
+class HumanEval(CheckedFields):
     """HumanEval (Chen et al. 2021): pass@1. Runs programs that the model wrote; not a security boundary.
 
     Attributes:
@@ -174,7 +174,6 @@ class HumanEval:
     decoding: Decoding = Decoding(512, stop=humaneval.STOP)
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_bounds(self, {"limit": ">= 1"}, "humaneval")
         if not self.k or not all(1 <= k <= self.samples for k in self.k):
             raise ConfigError(
@@ -215,7 +214,7 @@ class HumanEval:
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(CheckedFields):
     """Perplexity of texts: exp of the mean negative log-likelihood of a token.
 
     Attributes:

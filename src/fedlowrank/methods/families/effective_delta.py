@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...adapters.lora import lora_of
-from ...core.choices import check_choices
 from ...core.errors import ConfigError
+from ...core.field_checks import CheckedFields
 from ...core.model import Model
 from ...core.tree import Params
 from ...linalg.delta import Delta, Split, split_svd, tail_energy, truncate_delta, update_deltas
@@ -152,7 +152,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Weighing:
+class Weighing(CheckedFields):
     """Weights p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T) (Peng et al., FedHL, eq. 15).
 
     Attributes:
@@ -174,7 +174,6 @@ class Weighing:
     by_examples: bool = False
 
     def __post_init__(self) -> None:
-        check_choices(self)
         if self.eps <= 0 or self.temperature < 0:
             raise ConfigError(
                 f"weighing: need eps > 0 and temperature >= 0; they are {self.eps} and {self.temperature}"

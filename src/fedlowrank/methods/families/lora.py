@@ -18,8 +18,9 @@ from torch import Tensor
 from ...adapters.lora import LoRA, lora_of, parameters_beside_factors
 from ...adapters.rank_limits import describe_lowered_ranks
 from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors, unpack_factors
-from ...core.choices import check_choices, check_rank
+from ...core.choices import check_rank
 from ...core.errors import LoweredRankWarning, TaskError
+from ...core.field_checks import CheckedFields
 from ...core.loss import task_loss
 from ...core.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
 from ...core.model import Model
@@ -65,7 +66,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(CheckedFields):
     """How LoRA clients train and what they send.
 
     Attributes:
@@ -85,7 +86,6 @@ class Tuning:
     wire: Wire = "float32"
 
     def __post_init__(self) -> None:
-        check_choices(self)
         object.__setattr__(self, "rank", check_rank(self.rank, "tuning.rank"))
 
     def rank_of(self, client: ClientInfo, largest: int) -> int:
