@@ -169,7 +169,7 @@ def _check_finite(value: Any) -> None:
 
 
 def with_feedback(
-    stages: tuple[Stage, ...], update: Params, residual: Params | None, key: Key
+    stages: tuple[Stage, ...], update: Params, residual: Params | None, key: Key, like: Params | None = None
 ) -> tuple[Compressed, Params]:
     """Compress an update and what earlier ones lost, e ← D + e - decode(encode(D + e)).
 
@@ -180,17 +180,21 @@ def with_feedback(
         update: D.
         residual: e, of the form of the update; None in the first round.
         key: of this update's random numbers.
+        like: tensors of the types in which the update is sent, by path; None for its own.
 
     Returns:
-        The message and the next residual, which holds once the message has been accepted.
+        The message and the next residual, which holds once the message has been accepted. Of half precision it
+        is in float32, and holds what rounding to the type of the message took away, too.
 
     Raises:
         TaskError: see :func:`compress`.
         TreeError: if the residual has another form than the update.
     """
-    total = tree.canonical(update)
+    like = update if like is None else like
+    total = tree.canonical(tree.widen(update))
     if residual is not None:
-        _check_form(update, residual)
+        _check_form(total, residual)
         total = tree.add(total, residual)
-    compressed = compress(stages, total, key)
-    return compressed, tree.sub(total, decompress(stages, compressed, total))
+    sent = tree.cast_like(total, like)
+    compressed = compress(stages, sent, key)
+    return compressed, tree.sub(total, decompress(stages, compressed, sent))

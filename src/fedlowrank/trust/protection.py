@@ -185,11 +185,11 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
             return ClientState(inner, None), Upload(upload, None, within)
         update = update_of(upload, reference, compared=True)
         key, feedback = view.key / "compression", self.trust.compression.error_feedback
-        rest, residual = without_compared(upload, reference), None
+        rest, residual, like = without_compared(upload, reference), None, referenced(reference, reference)
         if feedback:
-            compressed, residual = with_feedback(self._stages, update, state.residual, key)
+            compressed, residual = with_feedback(self._stages, update, state.residual, key, like)
         else:
-            compressed = compress(self._stages, update, key)
+            compressed = compress(self._stages, tree.cast_like(update, like), key)
         return ClientState(inner, residual), Upload(rest, compressed, within)
 
     def _clipped(
@@ -224,7 +224,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         if upload.update is None:
             return upload
         reference = self._reference(self.inner.download(server.inner, client), client)
-        like = update_of(reference, reference, compared=True)
+        like = referenced(reference, reference)
         rest = with_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
         return Upload(rest, None, upload.within)
 

@@ -197,7 +197,10 @@ def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: floa
     trim = min(hostile_count(hostile, len(kept)), (len(kept) - 1) // 2)
 
     def apply(values: Tensor, w: Tensor) -> Tensor:
-        return scale * (coordinate_median(values, w) if rule == "median" else trimmed_mean(values, w, trim))
+        # in half precision a sum would be rounded before it is scaled
+        given = values if scale == 1 else tree.widen(values)
+        found = coordinate_median(given, w) if rule == "median" else trimmed_mean(given, w, trim)
+        return found if scale == 1 else (scale * found).to(values.dtype)
 
     return _reduce_nodes(kept, shares, apply)
 

@@ -91,6 +91,8 @@ def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, An
 def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
     """The numbers of an update by path: those of the upload minus those of the reference.
 
+    Of half precision they are in float32, for a difference may need more digits than its two numbers.
+
     Args:
         upload: of the client.
         reference: of its upload.
@@ -102,7 +104,8 @@ def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
             continue
         refs = None if type(ref) is float else dict(tree.leaves(ref, path))
         for place, t in tree.leaves(part, path):
-            found[place] = t.detach().clone() if refs is None else t.detach() - refs[place]
+            mine = tree.widen(t.detach())
+            found[place] = mine.clone() if refs is None else mine - refs[place]
     return found
 
 
@@ -321,7 +324,9 @@ def along(upload: Any, reference: Any, t: float) -> Any:
             numbers[tree.join(path, "s")] = part.s * t * t
             continue
         base = referenced(part, ref)
-        numbers |= {path + place: base[place] + t * u for place, u in update_of(part, ref).items()}
+        numbers |= {
+            path + place: (base[place] + t * u).to(base[place]) for place, u in update_of(part, ref).items()
+        }
     return replace_numbers(upload, numbers)
 
 
