@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedlowrank import simulate
 from fedlowrank.core.errors import CheckpointError
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.simulation.plan import Plan
 from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import CHECKS, federation
 
 from .small import SMALL, done, files, refused, write
@@ -108,6 +114,39 @@ def test_from_python(tmp_path: Path) -> None:
     assert [r.untimed() for r in grown.rounds] == [r.untimed() for r in whole.rounds]
     with pytest.raises(CheckpointError, match="only get more rounds"):
         simulate("fedavg", fed, rounds=2, folder=tmp_path / "grown", resume=True)
+
+
+def test_evaluations_keep_the_interval_of_the_first_plan(tmp_path: Path) -> None:
+    """Else run.patience, which counts evaluations, would wait for more rounds after an extension than before."""
+    fed, settings = federation(False), RunSettings(rounds=400)
+    simulate("fedavg", fed, rounds=1, folder=tmp_path / "grown")
+    grown = Run(FedAvg(), fed, settings, Sequential(), Plan.read(tmp_path / "grown"))
+    new = Run(FedAvg(), fed, settings, Sequential())
+    for run in (grown, new):
+        # training costs next to nothing, so evaluations are as rare as they may be
+        run.plan_evaluations(1)
+    assert (grown.evaluate_every, new.evaluate_every) == (1, 8)
+
+
+def test_the_command_line_keeps_the_noise_of_a_private_run(capsys: Capsys) -> None:
+    pytest.importorskip("dp_accounting")
+    private = (
+        "run.clipping.norm=1.0",
+        "run.privacy.kind=central",
+        "run.privacy.epsilon=3",
+        "run.privacy.delta=0.1",
+    )
+    file, folder = write(Path()), Path("runs/small/fedavg-s0")
+    done(capsys, "run", file, *private)
+    out = done(capsys, "resume", str(folder), "run.rounds=5")
+    # all clients take part, so the loss is that of one Gaussian release with σ / √2
+    (sigma,) = {json.loads(line)["noise"] for line in (folder / "privacy.jsonl").read_text().splitlines()}
+    alpha = np.linspace(1.01, 200, 20_000)
+    bound = (2 * alpha / (2 * sigma**2) + np.log1p(-1 / alpha) - np.log(0.1 * alpha) / (alpha - 1)).min()
+    assert 2.9 < bound <= 3
+    assert len(RunRecord.load(folder).rounds) == 3
+    assert "privacy.epsilon = 3" in " ".join(out.split())
+    assert "run.privacy.epsilon was 3" in refused(capsys, "resume", str(folder), "run.privacy.epsilon=9")
 
 
 def test_a_damaged_configuration(capsys: Capsys) -> None:

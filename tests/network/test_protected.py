@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from fedlowrank.core import tree
-from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.messages import Answer, Order, Registration
 from fedlowrank.network.transport import Message
 
-from .local import LocalTransport, agrees, changed, lossy, lost, on_orders, ran, small, truth
+from .local import LocalTransport, agrees, changed, local, lossy, lost, on_orders, ran, served, small, truth
 
 PRIVATE: dict[str, Any] = {
     "privacy": {"kind": "central", "noise": 1.0, "delta": 1e-3},
@@ -123,9 +123,10 @@ def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tm
         network={"min_replies": 0},
     )
     carrier, result = ran(made, tmp_path)
-    most = result.run.budget.most  # type: ignore[union-attr]
+    most, budget = result.run.round, result.run.budget
     assert 1 <= most < 6
-    assert result.run.round == most
+    assert budget is not None
+    assert budget.epsilon_of(most) <= 3.6 < budget.epsilon_of(most + 1)
     for node, folder in carrier.folders.items():
         lines = [json.loads(line) for line in (folder / "privacy.jsonl").read_text().splitlines()]
         assert [line["clients"] for line in lines] == [[node - 100]] * most
@@ -135,6 +136,31 @@ def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tm
     answer, payload = _runtime(carrier.folders[100]).answer(order, down)
     assert not payload
     assert "privacy budget" in answer.problem
+
+
+def test_noise_without_a_budget_is_never_refused(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=2, run={**LOCAL, "participation": 1.0})
+    carrier, result = ran(made, tmp_path)
+    order = Order(result.run.engine.account.run, 2, 2, True, False)  # type: ignore[attr-defined]
+    down = tree.encode(result.run.method.download(result.run.state.server, result.run.federation.infos[0]))
+    answer, payload = _runtime(carrier.folders[100]).answer(order, down)
+    assert (answer.problem, bool(payload)) == ("", True)
+    # a client that has lost its ledger trains no more
+    (carrier.folders[100] / "privacy.jsonl").unlink()
+    order = Order(result.run.engine.account.run, 3, 3, True, False)  # type: ignore[attr-defined]
+    answer, payload = _runtime(carrier.folders[100]).answer(order, down)
+    assert not payload
+    assert "privacy.jsonl lacks round 3" in answer.problem
+
+
+@pytest.mark.parametrize("kind", [PRIVATE, LOCAL])
+def test_the_rounds_of_a_network_are_agreed_on_before_the_first(kind: dict[str, Any], tmp_path: Path) -> None:
+    made, more = (small("fedavg", rounds=rounds, run=kind) for rounds in (1, 3))
+    carrier, _ = ran(made, tmp_path)
+    with pytest.raises(CheckpointError, match=r"run\.rounds was 1 and is 3, but over a network"):
+        served(carrier, more, tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=r"such as in run\.rounds"):
+        local(more, tmp_path)
 
 
 def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp_path: Path) -> None:
@@ -161,8 +187,6 @@ def test_attacks_and_secure_sums_are_for_simulations(tmp_path: Path) -> None:
 
 
 def test_server_and_clients_must_agree_on_the_protection(tmp_path: Path) -> None:
-    from .local import local, served
-
     made, other = small("fedavg", run=PRIVATE), small("fedavg", run={**PRIVATE, "clipping": {"norm": 9.0}})
     carrier = local(made, tmp_path)
     with pytest.raises(Exception, match=r"run|clipping"):

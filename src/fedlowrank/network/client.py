@@ -37,7 +37,7 @@ from ..simulation.local_model import LocalModel, local_model
 from ..simulation.participants import Participants
 from ..simulation.preparation import placed
 from ..simulation.run_folder import versions
-from ..trust.budget import Budget
+from ..trust.budget import LEDGER, Budget
 from ..trust.protection import protect
 from .client_memory import ClientMemory, ForgottenError
 from .messages import Answer, Order, Registration, sections
@@ -70,9 +70,15 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
     if path.exists():
         stored = _read_client_file(path)
         if stored["client"] != client or sections(stored["tables"]) != sections(tables):
+            spent = (
+                f" Its {LEDGER} is the account of the client's privacy: another folder begins without it."
+                if (folder / LEDGER).exists()
+                else ""
+            )
             raise ConfigError(
                 f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
-                "was changed. Choose another folder, or remove it with the client's states."
+                "was changed, such as in run.rounds. Choose another folder, or remove it with the client's "
+                f"states.{spent}"
             )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +158,7 @@ class ClientRuntime:
             return None
         run, draws = self.made.run, self._draws
         budget = Budget(run.privacy, draws.sampling, run.rounds, run.participation, seeded=False)
-        budget.open(self.folder / "privacy.jsonl")
+        budget.open(self.folder / LEDGER)
         return budget
 
     @cached_property
@@ -228,8 +234,9 @@ class ClientRuntime:
             return reply, b""
         if (budget := self.budget) is not None and budget.is_local:
             if not budget.allowed([self.client], order.round):
-                why = f"its privacy budget, ε = {self.made.run.privacy.epsilon:g}, is spent"
-                return dataclasses.replace(reply, problem=why, kind="other"), b""
+                return dataclasses.replace(reply, problem=budget.reason(), kind="other"), b""
+            if newest:
+                budget.require(newest - 1)
             clip = float(self.made.run.clipping.norm or 0.0)
             budget.charge(order.round, clip, [self.client])
         outcome = next(

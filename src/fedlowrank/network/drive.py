@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config.experiment import ExperimentConfig
-from ..core.errors import ConfigError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error
 from ..engines.base import client_view
 from ..engines.sequential import Sequential
 from ..simulation.callbacks import settings_callbacks
 from ..simulation.loggers import check_loggers
+from ..simulation.plan import Plan, rounds_of
 from ..simulation.records import RoundRecord
 from ..simulation.result import Result
 from ..simulation.round_loop import rounds
@@ -80,6 +81,13 @@ def drive(
             f"network.examples promises the examples of {len(promised)} clients, but there are {count}"
         )
     account = Account.read(out) if resume else Account()
+    plan = Plan.read(out) if resume else None
+    before = rounds_of(out) if resume else None
+    if before not in (None, protocol.rounds):
+        raise CheckpointError(
+            f"{out}: run.rounds was {before} and is {protocol.rounds}, but over a network server and clients "
+            "agree on the rounds before the first. Set it back, or start a new run in other folders."
+        )
     registry = ClientRegistry(made, count, limits.max_examples, keys, limits.examples_ratio, promised)
     registry.restore(account.clients)
     engine = NetworkEngine(
@@ -87,7 +95,7 @@ def drive(
     )
     _wait_for_start(engine, settings.enough(count - len(account.excluded)))
     with threads(made.run.threads), contextlib.ExitStack() as stack:
-        run = NetworkRun(method, registry.federation(), protocol, engine)
+        run = NetworkRun(method, registry.federation(), protocol, engine, plan)
         description = described(run, made.describe(name) if config is None else config)
         folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []

@@ -14,6 +14,7 @@ from ..engines.base import AnyMethod, ClientJob
 from ..simulation.devices import Devices
 from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluations
 from ..simulation.inspection import aggregator_of
+from ..simulation.plan import Plan
 from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run
@@ -42,7 +43,12 @@ class NetworkRun(Run):
     evaluates_late = True
 
     def __init__(
-        self, method: AnyMethod, federation: Federation, settings: RunSettings, engine: NetworkEngine
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        settings: RunSettings,
+        engine: NetworkEngine,
+        plan: Plan | None = None,
     ) -> None:
         if settings.keep_best:
             raise ConfigError(
@@ -64,7 +70,7 @@ class NetworkRun(Run):
                 "run.devices simulates slow and unavailable clients, and clients over a network have clocks "
                 "of their own; leave it out of an experiment that runs over a network"
             )
-        super().__init__(method, federation, settings, engine)
+        super().__init__(method, federation, settings, engine, plan)
         engine.templates = Templates(self.method, self.task)
         engine.metrics = self.evaluator.metrics
         engine.compares = settings.privacy.kind != "central"

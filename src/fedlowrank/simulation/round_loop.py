@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from ..core.errors import CheckpointError, FedlowrankError
+from ..trust.budget import LEDGER
 from .callbacks import CallbackList, RoundCallback
 from .evaluation import evaluated
 from .loggers import make_loggers
@@ -39,7 +40,7 @@ def rounds(
     """
     settings = run.settings
     if run.budget is not None and folder is not None:
-        run.budget.open(folder.path / "privacy.jsonl")
+        run.budget.open(folder.path / LEDGER, run.round)
     with contextlib.ExitStack() as stack:
         here = {"method": {"title": run.method.title}, "run": {"seed": settings.seed}}
         label = run_label(here if folder is None else folder.config)
@@ -55,6 +56,7 @@ def rounds(
             record = run.step()
             loop.settle()
             loop.add(record)
+        run.stop_by_budget()
         run.finish()
         loop.settle()
         if run.evaluates_late:

@@ -28,13 +28,11 @@ from .evaluation import Evaluation, Evaluator, evaluated
 from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
+from .plan import Plan
 from .preparation import attacked, counted, placed, usual_examples
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
-
-EVALUATIONS = 50
-"""Evaluations that a run has at least, however much they cost."""
 
 MANY = 1000
 """Clients up to which all are evaluated; of more, half of this number."""
@@ -65,8 +63,10 @@ class Run:
         federation: on whom.
         settings: the protocol.
         engine: how the clients of a round are executed.
+        plan: of the run that goes on; None for a new run, which is planned by its rounds.
 
     Attributes:
+        plan: what follows from the number of rounds with which the run began.
         state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
         unsaved: identifiers of clients whose state changed since it was last saved.
         draws: who takes part in each round.
@@ -93,7 +93,9 @@ class Run:
         federation: Federation,
         settings: RunSettings,
         engine: Engine,
+        plan: Plan | None = None,
     ) -> None:
+        plan = plan or Plan.of(settings.rounds)
         self.trust = settings.trust
         self.hostile, federation = attacked(federation, self.trust)
         self.federation = placed(federation, settings)
@@ -108,19 +110,17 @@ class Run:
             )
         secret = self.is_deployed and settings.privacy.kind != "none"
         self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
-        privacy, draws = self.trust.privacy, self.draws
-        is_private = privacy.kind != "none"
-        self.budget = (
-            Budget(
+        draws, self.budget = self.draws, None
+        if (privacy := self.trust.privacy).kind != "none":
+            self.budget = Budget(
                 privacy,
                 draws.sampling,
                 settings.rounds,
                 settings.participation,
                 seeded=not self.is_deployed,
+                noise=plan.noise,
             )
-            if is_private
-            else None
-        )
+        self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise)
         self.method = protect(
             method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed
         )
@@ -196,9 +196,17 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether no round remains: all are done, the run was stopped, or the privacy budget is spent."""
-        if self.stopped or self.round >= self.settings.rounds:
-            return True
+        return bool(self.stopped) or self.round >= self.settings.rounds or self._is_spent
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether the privacy budget allows no further round."""
         return self.budget is not None and not self.budget.allowed(self.draws.seen, self.round)
+
+    def stop_by_budget(self) -> None:
+        """Say why the run ends where the privacy budget ends it before its last round."""
+        if self.budget is not None and not self.stopped and self.round < self.settings.rounds:
+            self.stopped = self.budget.reason()
 
     def clients(self) -> list[dict[str, Any]]:
         """One row a client, as in ``clients.json``."""
@@ -327,7 +335,7 @@ class Run:
         """
         if self.settings.evaluate_every is not None:
             return
-        most = max(1, self.settings.rounds // EVALUATIONS)
+        most = self.plan.interval
         models = self.federation.architectures
         cost = {name: forward_flops(model) if most > 1 else 0 for name, model in models.items()}
         work = sum(

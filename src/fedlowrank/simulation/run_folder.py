@@ -20,6 +20,7 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically, write_json, write_json_rows
 from ..core.method import Method
 from ..core.version import __version__
+from ..trust.budget import LEDGER
 from . import checkpoint
 from .client_store import LazyMapping
 from .lock import exclusive
@@ -29,7 +30,7 @@ from .settings import RunSettings
 from .stored_settings import add_defaults
 
 FREE_TO_CHANGE = (
-    "versions", "title", "paper", "reference", "experiment", "notes", "remarks",
+    "versions", "title", "paper", "reference", "experiment", "notes", "remarks", "plan",
     "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters",
     "run.keep_best", "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks",
     "run.log",
@@ -39,7 +40,7 @@ FREE_TO_CHANGE = (
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
     "run.json", "clients.json", METRICS, "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
-    "privacy.jsonl", "logging.json", "tensorboard",
+    LEDGER, "logging.json", "tensorboard",
 }  # fmt: skip
 
 

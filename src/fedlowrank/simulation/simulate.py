@@ -19,6 +19,7 @@ from ..methods import METHODS
 from ..trust.protection import Protected
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
 from .loggers import check_loggers
+from .plan import Plan
 from .result import Result
 from .round_loop import rounds
 from .run import Run
@@ -86,7 +87,8 @@ def simulate(
     refuse_without_validation(callbacks, federation)
     check_loggers(chosen.log, None if folder is None else Path(folder))
     with threads(chosen.threads):
-        run = Run(method, federation, chosen, ENGINES[chosen.engine]())
+        plan = Plan.read(Path(folder)) if resume and folder is not None else None
+        run = Run(method, federation, chosen, ENGINES[chosen.engine](), plan)
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
@@ -137,7 +139,7 @@ def reopen(
     Raises:
         CheckpointError: if the configuration or the data are not those of the folder.
     """
-    run = Run(method, federation, settings, ENGINES[settings.engine]())
+    run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
     RunFolder(folder, described(run, config), run.clients()).read(run, which)
     return run
 
@@ -146,7 +148,7 @@ def described(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
     found = {**describe(run.method, run.federation, run.settings), **config}
     found["method"] |= found.pop("variant", {})
-    return found
+    return {**found, "plan": dataclasses.asdict(run.plan)}
 
 
 def describe(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -128,14 +129,28 @@ def local_noise_for(epsilon: float, delta: float, releases: int, accountant: Acc
 
 
 def rounds_within(
-    epsilon: float, noise: float, delta: float, sampling: Sampling, accountant: Accountant, most: int
+    epsilon: float,
+    noise: float,
+    delta: float,
+    sampling: Sampling,
+    accountant: Accountant,
+    most: int,
+    spent: Mapping[tuple[float, Sampling], int] | None = None,
 ) -> int:
-    """Count the rounds, up to ``most``, that keep to the budget ``epsilon``; 0 if the first does not."""
+    """Count the rounds, up to ``most``, that keep to the budget ``epsilon``; 0 if the first does not.
+
+    The rounds in ``spent``, as :func:`composed_epsilon` takes them, come before and are not counted.
+    """
     _check(epsilon=epsilon, most=most)
+
+    def keeps(rounds: int) -> bool:
+        after = Counter(spent or {})
+        after[noise, sampling] += rounds
+        return composed_epsilon(after, delta, accountant) <= epsilon
+
     good, bad, middle = 0, most + 1, 1
     while bad - good > 1:
-        keeps = composed_epsilon({(noise, sampling): middle}, delta, accountant) <= epsilon
-        good, bad = (middle, bad) if keeps else (good, middle)
+        good, bad = (middle, bad) if keeps(middle) else (good, middle)
         middle = min(2 * good, most) if bad > most else (good + bad) // 2
     return good
 

@@ -8,28 +8,40 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..core.errors import ConfigError
-from .accounting import Sampling, epsilon, local_epsilon, local_noise_for, noise_for, rounds_within
+from ..core.errors import CheckpointError, ConfigError
+from .accounting import (
+    Sampling,
+    composed_epsilon,
+    epsilon,
+    local_epsilon,
+    local_noise_for,
+    noise_for,
+    rounds_within,
+)
 from .ledger import Ledger
 from .settings import Privacy
 
 logger = logging.getLogger(__name__)
 
+LEDGER = "privacy.jsonl"
+"""Name of the ledger's file in a run folder, and in a client's folder."""
+
 
 class Budget:
     """The privacy budget of a run.
 
+    What may still be spent follows from ε of the ledger, never from a count of rounds.
+
     Args:
         privacy: settings, of a kind that is not none.
         sampling: how the clients of a round are drawn.
-        rounds: of the run.
+        rounds: of the run, for which the noise is planned.
         participation: share of the clients in a round.
         seeded: noise comes from the seed of the run, so that a round that is done again releases the same.
+        noise: σ of the first plan, where a run goes on; None plans it.
 
     Attributes:
-        noise: σ.
-        most: rounds that the budget allows: of all clients where privacy is central, of each client where it
-            is local.
+        noise: σ, the same in all rounds of a run.
         ledger: of what was spent.
 
     Raises:
@@ -37,73 +49,151 @@ class Budget:
     """
 
     def __init__(
-        self, privacy: Privacy, sampling: Sampling, rounds: int, participation: float, *, seeded: bool
+        self,
+        privacy: Privacy,
+        sampling: Sampling,
+        rounds: int,
+        participation: float,
+        *,
+        seeded: bool,
+        noise: float | None = None,
     ) -> None:
         self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
         self.ledger = Ledger()
-        self.most = rounds
-        if float(privacy.delta or 0) > 1 / sampling.clients:
+        # central: rounds in the ledger up to which a further one is known to keep to the budget
+        self._room_until = 0
+        self._delta = float(privacy.delta or 0)
+        if self._delta > 1 / sampling.clients:
             logger.warning(
                 "privacy.delta = %g is above 1 / clients = %.3g: to publish one client's data whole would be "
                 "as private",
                 privacy.delta,
                 1 / sampling.clients,
             )
-        limit, delta, accountant = privacy.epsilon, float(privacy.delta or 0), privacy.accountant
+        limit, accountant = privacy.epsilon, privacy.accountant
         self.is_local = privacy.kind == "local"
-        if privacy.noise is not None:
+        if noise is not None:
+            self.noise = noise
+        elif privacy.noise is not None:
             self.noise = privacy.noise
         elif self.is_local:
             # who is drawn more often than that sits out in the end
             times = max(1, math.ceil(rounds * participation))
-            self.noise = local_noise_for(float(limit or 0), delta, times, accountant)
+            self.noise = local_noise_for(float(limit or 0), self._delta, times, accountant)
         else:
-            self.noise = noise_for(float(limit or 0), delta, rounds, sampling, accountant)
+            self.noise = noise_for(float(limit or 0), self._delta, rounds, sampling, accountant)
         # refuses an accountant that has no bound for these draws
         self.epsilon_of(0)
-        if limit is None:
-            return
-        if (one := self.epsilon_of(1)) > limit:
+        if noise is None and limit is not None and (one := self.epsilon_of(1)) > limit:
             raise ConfigError(
                 f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with "
                 f"privacy.noise = {self.noise:g}. Raise either"
             )
-        if self.is_local:
-            # two clipped updates of a client differ by up to 2C
-            everyone = Sampling("all", 1)
-            self.most = rounds_within(limit, self.noise / 2, delta, everyone, accountant, rounds)
-        else:
-            self.most = rounds_within(limit, self.noise, delta, sampling, accountant, rounds)
 
     def epsilon_of(self, rounds: int) -> float:
         """ε after so many rounds; of a client that took part in all of them where privacy is local."""
-        delta, accountant = float(self.privacy.delta or 0), self.privacy.accountant
+        accountant = self.privacy.accountant
         if self.is_local:
-            return local_epsilon(self.noise, rounds, delta, accountant)
-        return epsilon(self.noise, rounds, delta, self.sampling, accountant)
+            return local_epsilon(self.noise, rounds, self._delta, accountant)
+        return epsilon(self.noise, rounds, self._delta, self.sampling, accountant)
 
-    def open(self, path: Path) -> None:
-        """Keep the ledger in a file from now on, and take in what it holds."""
-        self.ledger = Ledger(path)
+    def open(self, path: Path, done: int = 0) -> None:
+        """Keep the ledger in a file from now on, and take in what it holds.
+
+        Args:
+            path: of the file.
+            done: rounds that the run has completed, all of which the file must hold.
+
+        Raises:
+            CheckpointError: if it cannot be read or lacks a round.
+        """
+        self.ledger, self._room_until = Ledger(path), 0
+        for t in range(done):
+            self.require(t)
+
+    def require(self, round: int) -> None:
+        """Refuse to go on after a round that the ledger lacks; raises CheckpointError."""
+        if self.ledger.clients_of(round) is None:
+            raise CheckpointError(
+                f"{self.ledger.path} lacks round {round + 1}, which was done: what was spent of the privacy budget "
+                "is no longer known. Restore the file from a copy"
+            )
 
     def charge(self, round: int, clip: float, clients: Iterable[int]) -> None:
-        """Charge a round before anything of it is released; see :meth:`Ledger.charge`."""
+        """Charge a round before anything of it is released; see :meth:`Ledger.charge`.
+
+        Raises:
+            ConfigError: if the round would exceed a central budget; nothing is charged.
+        """
+        clients = list(clients)
+        again = self.seeded and self.ledger.has(round, self.noise, clip, self.sampling, clients)
+        if not (self.is_local or again or self._allows_release(round)):
+            raise ConfigError(f"round {round + 1} cannot be done: {self.reason()}")
+        if self.ledger.clients_of(round) is not None:
+            # what was found of further draws holds no more
+            self._room_until = 0
         self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=self.seeded)
 
     def spent(self) -> float:
         """ε until now: of the models that the server released, or of the client that sent most."""
         kind: Literal["central", "local"] = "local" if self.is_local else "central"
-        return self.ledger.spent(kind, float(self.privacy.delta or 0), self.privacy.accountant)
+        return self.ledger.spent(kind, self._delta, self.privacy.accountant)
 
     def describe(self) -> dict[str, float]:
         """ε until now, with its δ and the noise multiplier σ."""
-        return {"epsilon": self.spent(), "delta": float(self.privacy.delta or 0), "noise": self.noise}
+        return {"epsilon": self.spent(), "delta": self._delta, "noise": self.noise}
 
     def allowed(self, clients: Sequence[int], round: int) -> list[int]:
         """The clients that may take part in a round."""
-        # of a round that is done again with the same noise, nothing new is released
-        again = self.ledger.clients_of(round) if self.seeded else None
+        # a round that is done again with the same noise releases nothing new
+        again = self.ledger.clients_of(round, self.noise) if self.seeded else None
+        if not self.is_local:
+            return list(clients) if again is not None or self._allows_release(round) else []
+        # clients that sent as often as each other have the same sum, so there are few of them
+        after = {p: self._local_after(p) for p in {self.ledger.precision(i) for i in clients}}
+        limit = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
+        return [i for i in clients if i in (again or ()) or after[self.ledger.precision(i)] <= limit]
+
+    def reason(self) -> str:
+        """Why the budget allows no further round, and what to do."""
+        limit, now = f"privacy.epsilon = {self.privacy.epsilon}", self.spent()
+        more = (
+            "A resumed run keeps its σ, also when it gets more rounds: plan a new run, in another folder, for more "
+            "rounds or a larger privacy.epsilon"
+        )
         if self.is_local:
-            charged = again or ()
-            return [i for i in clients if i in charged or self.ledger.releases(i) < self.most]
-        return list(clients) if again is not None or self.ledger.rounds() < self.most else []
+            return (
+                f"every client has spent its privacy budget, {limit}: ε is {now:.4g}, and a further update with "
+                f"σ = {self.noise:.4g} exceeds it. {more}"
+            )
+        return (
+            f"the privacy budget, {limit}, is spent: ε is {now:.4g}, and a further round with σ = {self.noise:.4g} "
+            f"exceeds it. {more}"
+        )
+
+    def _local_after(self, precision: float) -> float:
+        """ε of a client after a further release, given Σ σ⁻² of those before."""
+        noise = (precision + self.noise**-2) ** -0.5
+        return local_epsilon(noise, 1, self._delta, self.privacy.accountant)
+
+    def _allows_release(self, round: int) -> bool:
+        """Whether a central budget allows a further release in a round."""
+        limit, charged = self.privacy.epsilon, self.ledger.rounds()
+        if limit is None:
+            return True
+        # sampling amplifies a draw once, so a second release of it costs more than a further draw
+        repeats = self.ledger.draws_if_repeated(round, self.noise)
+        if any(composed_epsilon(r, self._delta, self.privacy.accountant) > limit for r in repeats):
+            return False
+        if charged >= self._room_until:
+            # one search for many rounds: by privacy loss distributions a single ε takes half a second
+            self._room_until = charged + rounds_within(
+                limit,
+                self.noise,
+                self._delta,
+                self.sampling,
+                self.privacy.accountant,
+                self.rounds,
+                self.ledger.draws(),
+            )
+        return charged < self._room_until

@@ -52,12 +52,15 @@ class Ledger:
     Args:
         path: of the file, commonly ``privacy.jsonl`` in the run folder; None keeps the ledger in memory.
 
+    Attributes:
+        path: of the file, or None.
+
     Raises:
         CheckpointError: if a whole line cannot be read.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+        self.path = path
         self._charges: list[Charge] = []
         self._known: set[Charge] = set()
         self._releases: Counter[int] = Counter()
@@ -106,18 +109,28 @@ class Ledger:
         charge = _charge(round, noise, clip, sampling, sorted(clients))
         if seeded and charge in self._known:
             return False
-        if self._path is not None:
-            self._append(self._path, _encode(charge) + b"\n")
+        if self.path is not None:
+            self._append(self.path, _encode(charge) + b"\n")
         self._add(charge)
         return True
+
+    def has(self, round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> bool:
+        """Whether this very charge was made before; see :meth:`charge`."""
+        return _charge(round, noise, clip, sampling, sorted(clients)) in self._known
 
     def rounds(self) -> int:
         """Number of charged rounds; a round that was charged twice counts twice."""
         return len(self._charges)
 
-    def clients_of(self, round: int) -> tuple[int, ...] | None:
-        """Who was charged for a round; None if it was not charged."""
-        return next((c.clients for c in self._charges if c.round == round), None)
+    def clients_of(self, round: int, noise: float | None = None) -> tuple[int, ...] | None:
+        """Who was charged for a round, with that noise or any; None if it was not charged."""
+        found = (c for c in self._charges if c.round == round and noise in (None, c.noise))
+        return next((c.clients for c in found), None)
+
+    @property
+    def noise(self) -> float | None:
+        """σ of the last charge; None of an empty ledger."""
+        return self._charges[-1].noise if self._charges else None
 
     def releases(self, client: int) -> int:
         """Times that a client was charged; a round that was charged twice counts twice."""
@@ -140,8 +153,26 @@ class Ledger:
         if kind == "local":
             largest = max(self._precision.values(), default=None)
             return 0.0 if largest is None else local_epsilon(largest**-0.5, 1, delta, accountant)
-        noises = ((_combine(noise), sampling) for (_, sampling, _), noise in self._draws.items())
-        return composed_epsilon(Counter(noises), delta, accountant)
+        return composed_epsilon(self.draws(), delta, accountant)
+
+    def draws(self) -> Counter[tuple[float, Sampling]]:
+        """Number of draws by their combined noise and sampling, as ε is computed of them."""
+        return Counter((_combine(noise), sampling) for (_, sampling, _), noise in self._draws.items())
+
+    def draws_if_repeated(self, round: int, noise: float) -> list[Counter[tuple[float, Sampling]]]:
+        """:meth:`draws` after a further release of an earlier draw of a round, for each such draw."""
+        found = []
+        for (at, sampling, _), noises in self._draws.items():
+            if at == round:
+                after = self.draws()
+                after[_combine(noises), sampling] -= 1
+                after[_combine([*noises, noise]), sampling] += 1
+                found.append(after)
+        return found
+
+    def precision(self, client: int) -> float:
+        """Σ σ⁻² of a client's releases."""
+        return self._precision.get(client, 0.0)
 
     def _add(self, charge: Charge) -> None:
         self._charges.append(charge)
