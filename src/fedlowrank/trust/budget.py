@@ -156,19 +156,11 @@ class Budget:
 
     def reason(self) -> str:
         """Why the budget allows no further round, and what to do."""
-        limit, now = f"privacy.epsilon = {self.privacy.epsilon}", self.spent()
-        more = (
-            "A resumed run keeps its σ, also when it gets more rounds: plan a new run, in another folder, for more "
-            "rounds or a larger privacy.epsilon"
-        )
-        if self.is_local:
-            return (
-                f"every client has spent its privacy budget, {limit}: ε is {now:.4g}, and a further update with "
-                f"σ = {self.noise:.4g} exceeds it. {more}"
-            )
+        whose, release = (" of each client", "update") if self.is_local else ("", "round")
         return (
-            f"the privacy budget, {limit}, is spent: ε is {now:.4g}, and a further round with σ = {self.noise:.4g} "
-            f"exceeds it. {more}"
+            f"the privacy budget{whose}, privacy.epsilon = {self.privacy.epsilon}, is spent: ε is {self.spent():.4g}, "
+            f"and a further {release} with σ = {self.noise:.4g} exceeds it. A resumed run keeps its σ, also when it "
+            "gets more rounds: plan a new run, in another folder, for more rounds or a larger privacy.epsilon"
         )
 
     def _local_after(self, precision: float) -> float:
