@@ -19,7 +19,9 @@ class Model(Protocol):
     Attributes:
         name: of the architecture.
         module: its code; its own parameters are never trained.
-        initial: initial values of the trained parameters, the same for all clients.
+        initial: initial values of the trained parameters, the same for all clients; complex ones as real
+            numbers ``[..., 2]``.
+        complex: names of the complex parameters.
         parameters: number of parameters, frozen ones included.
         head_name: dotted name of the submodule that is the head, or None.
         example: one input.
@@ -31,6 +33,7 @@ class Model(Protocol):
     name: str
     module: nn.Module
     initial: Params
+    complex: frozenset[str]
     parameters: int
     head_name: str | None
     example: Any
@@ -86,7 +89,7 @@ class Model(Protocol):
         ...
 
     def whole(self, params: Params) -> Params:
-        """The parameters with the client's own normalization statistics and changed buffers."""
+        """The parameters as the module holds them, with the client's own statistics and changed buffers."""
         ...
 
     def with_local_statistics(self, chunks: Callable[[], Iterator[Any]]) -> Model:

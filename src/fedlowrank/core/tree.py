@@ -2,7 +2,8 @@
 
 A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an
 instance of a class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as
-safetensors, all the rest as JSON in the safetensors header. Boolean tensors travel as bits.
+safetensors, all the rest as JSON in the safetensors header. Boolean tensors travel as bits, complex ones as
+their real and imaginary parts.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ def square_distance(a: Any, b: Any) -> Tensor:
 
 def numel(value: Any) -> int:
     """Parameters as papers count them: real numbers in a tree, int8 included, labels and masks not."""
-    return sum([t.numel() for t in tensors(value) if t.is_floating_point() or t.dtype == torch.int8])
+    real = [t for t in tensors(value) if t.is_floating_point() or t.is_complex() or t.dtype == torch.int8]
+    return sum([(1 + t.is_complex()) * t.numel() for t in real])
 
 
 def nbytes(value: Any) -> int:
@@ -254,8 +256,10 @@ def nbytes(value: Any) -> int:
 
 
 def skeleton(value: Any, path: str = "") -> Any:
-    """All of a tree that is not tensor data, as JSON: structure, plain values, and for tensors ``"t"``."""
+    """All of a tree that is not tensor data, as JSON: structure, plain values, and for tensors ``"t"``, complex ones ``"z"``."""
     if isinstance(value, Tensor):
+        if value.is_complex():
+            return "z"
         return "t" if value.dtype != torch.bool else {"b": list(value.shape)}
     items = children(value, path)
     if items is None:
@@ -274,7 +278,8 @@ def encode(value: Any) -> bytes:
     """
     tensors: dict[str, Tensor] = {}
     for path, leaf in leaves(value):
-        flat = leaf.detach().cpu().contiguous()
+        real = torch.view_as_real(leaf.detach().resolve_conj()) if leaf.is_complex() else leaf.detach()
+        flat = real.cpu().contiguous()
         if flat.dtype == torch.bool:
             flat = torch.from_numpy(np.packbits(flat.numpy().reshape(-1)))
         tensors[path] = flat
@@ -316,6 +321,8 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
         if tensors[path].dtype == torch.bool:
             raise TreeError(f"the message holds booleans at {path} that are not packed as bits")
         return tensors[path]
+    if shape == "z":
+        return torch.view_as_complex(tensors[path])
     if "v" in shape:
         if shape["v"] is not None and type(shape["v"]) not in _PLAIN:
             raise TreeError(f"the message holds a {type(shape['v']).__name__} as a plain value at {path}")
@@ -385,7 +392,7 @@ def encoded_size(value: Any) -> int:
 
 def not_finite(value: Any) -> str | None:
     """The path of the first tensor that holds a NaN or an infinity, or None."""
-    numbers = [t for t in tensors(value) if t.is_floating_point() and t.numel()]
+    numbers = [t for t in tensors(value) if (t.is_floating_point() or t.is_complex()) and t.numel()]
     if not numbers:
         return None
     # A finite norm implies finite elements, and norms are many times cheaper than a test of every element.
@@ -395,7 +402,7 @@ def not_finite(value: Any) -> str | None:
         norms = [n.double() for n in norms]
     if math.isfinite(torch.stack(norms).sum().item()):
         return None
-    found = ((path, t) for path, t in leaves(value) if t.is_floating_point())
+    found = ((path, t) for path, t in leaves(value) if t.is_floating_point() or t.is_complex())
     return next((path for path, t in found if not bool(t.isfinite().all())), None)
 
 

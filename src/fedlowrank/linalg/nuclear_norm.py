@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Literal
 
 from torch import Tensor
@@ -53,6 +54,18 @@ def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
     """Raise TaskError if a name to exclude is no parameter's: else a mistyped one would be penalized."""
     if unknown := sorted(set(exclude) - set(params)):
         raise TaskError(f"exclude: the model has no parameter {unknown}; it has {sorted(params)}")
+
+
+def refuse_complex(title: str, names: Collection[str], norm: Norm, exclude: tuple[str, ...] = ()) -> None:
+    """Raise TaskError if a nuclear norm would penalize complex parameters, given by their names.
+
+    They are stored by their real and imaginary parts, whose singular values are not those of the complex matrix.
+    """
+    if norm == "low_rank" and (left := sorted(set(names) - set(exclude))):
+        raise TaskError(
+            f"{title}: the parameter {left[0]!r} is complex, and the nuclear norm is that of real matrices. Name "
+            f"it in exclude = {left}, or choose the norm 'sparse', which acts on real and imaginary parts."
+        )
 
 
 def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedModel:

@@ -43,6 +43,7 @@ from ..linalg.nuclear_norm import (
     apply_prox,
     apply_prox_dense,
     as_model_part,
+    refuse_complex,
     unpenalized_model,
     warn_if_all_zero,
 )
@@ -112,7 +113,10 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def server_init(self, task: Task) -> Server:
         """w^0, the common initial weights, and γ̄ = 0."""
-        w = task.common_model(self.title).initial
+        model = task.common_model(self.title)
+        w = model.initial
+        refuse_complex(self.title, model.complex, self.shared, self.exclude)
+        refuse_complex(f"{self.title}, private = 'low_rank'", model.complex, self.private)
         return Server(unpenalized_model(w, self.exclude), zeros_like(widen(w)), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:

@@ -24,7 +24,14 @@ from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, widen
 from ..linalg.matricize import Weights, unpack_weights
-from ..linalg.nuclear_norm import Norm, PenalizedModel, apply_prox, unpenalized_model, warn_if_all_zero
+from ..linalg.nuclear_norm import (
+    Norm,
+    PenalizedModel,
+    apply_prox,
+    refuse_complex,
+    unpenalized_model,
+    warn_if_all_zero,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     def server_init(self, task: Task) -> PenalizedModel:
         """w^0, the common initial weights."""
-        return unpenalized_model(task.common_model(self.title).initial, self.exclude)
+        model = task.common_model(self.title)
+        refuse_complex(self.title, model.complex, self.shared, self.exclude)
+        return unpenalized_model(model.initial, self.exclude)
 
     def download(self, server: PenalizedModel, client: ClientInfo) -> Weights:
         """w^t."""

@@ -22,7 +22,7 @@ from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
-from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude
+from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, refuse_complex
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class LPGD(Method[Params, None, Params, Params]):
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""
-        w = task.common_model(self.title).initial
-        check_exclude(w, self.exclude)
-        return w
+        model = task.common_model(self.title)
+        check_exclude(model.initial, self.exclude)
+        refuse_complex(self.title, model.complex, self.shared, self.exclude)
+        return model.initial
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """A proximal step after every gradient step."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
+from .complex_parameters import as_real, complex_names, with_complex
 from .local_statistics import LocalStatistics, current_statistics
 from .normalization import FunctionalModule, frozen_normalizations, refuse_instance_statistics
 from .pooled_statistics import Chunks
@@ -42,8 +43,10 @@ class Architecture:
     Attributes:
         name: of the architecture.
         module: the code. It is put into evaluation mode where it is called outside of training.
-        initial: the parameters it starts from, those that can be trained.
-        parameters: the number of all, frozen ones included.
+        initial: the parameters it starts from, those that can be trained; complex ones as real numbers
+            ``[..., 2]``.
+        complex: names of the complex parameters.
+        parameters: the number of all, frozen ones included; a complex number counts as two.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
@@ -84,8 +87,9 @@ class Architecture:
             raise TaskError(
                 f"model {name}: all its parameters are frozen (requires_grad=False), so nothing can be learnt"
             )
-        self.initial: Params = {n: p.detach().clone().contiguous() for n, p in trained.items()}
-        self.parameters = sum(p.numel() for p in module.parameters())
+        self.initial: Params = {n: as_real(p.detach()).clone().contiguous() for n, p in trained.items()}
+        self.complex = complex_names(module)
+        self.parameters = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
         if head is None:
             declared = getattr(module, "head_name", None)
@@ -155,10 +159,11 @@ class Architecture:
         }
 
     def whole(self, params: Params) -> Params:
-        """The parameters with the client's own statistics and changed buffers, as saved for inference."""
+        """The parameters as saved for inference: as the module holds them, with own statistics and buffers."""
         changed = self.changed_buffers
         known = self.module.state_dict().keys() if changed else ()
-        return {**self.add_statistics(params), **{n: b for n, b in changed.items() if n in known}}
+        saved = {**self.add_statistics(params), **{n: b for n, b in changed.items() if n in known}}
+        return with_complex(saved, self.complex)
 
     def _check_split(self, example: Any) -> None:
         wrong = TaskError(
@@ -207,7 +212,7 @@ class Architecture:
             return module
 
         return {
-            n: p.detach().contiguous()
+            n: as_real(p.detach()).contiguous()
             for n, p in build_module(again, key).named_parameters()
             if n in self.initial
         }

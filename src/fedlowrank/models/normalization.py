@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import SingleValueError, TaskError
 from ..core.tree import Params
+from .complex_parameters import complex_names, with_complex
 from .pooled_statistics import Chunks, pooled_statistics, single_value
 from .standard import HOOKS
 from .stateless import ABSENT, SavedSlots, Stateless, is_within, restore
@@ -60,6 +61,7 @@ class FunctionalModule:
         self._untracked = {n: m for n, m in layers.items() if not _has_statistics(m)}
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = _aliases(module)
+        self._complex = complex_names(module)
         self._without: SavedSlots = []
         if without is not None:
             table = module.get_submodule(without).__dict__
@@ -124,6 +126,7 @@ class FunctionalModule:
         restore(self._backward_slots)
 
     def _with_aliases(self, params: Params) -> Params:
+        params = with_complex(params, self._complex) if self._complex else params
         tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
         return params | tied if tied else params
 

@@ -23,7 +23,8 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.model import Model
 from ..core.tree import canonical
 from ..data.dataset import Inputs, Stored
-from ..linalg.matricize import Weights, sum_parts
+from ..linalg.matricize import Weights, sum_parts, unpack_weights
+from ..models.complex_parameters import as_real, with_complex
 from .run import Run
 
 BATCH = 20
@@ -83,7 +84,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     """
     model, parts = _parts(run, client, series)
     dense = copy.deepcopy(model.module)
-    dense.load_state_dict(sum_parts(parts, model.initial), strict=False)
+    dense.load_state_dict(with_complex(sum_parts(parts, model.initial), model.complex), strict=False)
     save_deployed(_deployed(model, parts, layout), path)
     thin = load_deployed(model.module, path)
     data = run.federation.clients[client]
@@ -132,7 +133,7 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weig
             "of outputs), so no single module can be exported for it. Ensemble with mixed = 'weights' and "
             "FLoRAL infer by one."
         )
-    return made.model, ({**params},)
+    return made.model, ({n: as_real(p) for n, p in params.items()},)
 
 
 def _first(x: Stored) -> Inputs:
@@ -142,4 +143,7 @@ def _first(x: Stored) -> Inputs:
 
 def _deployed(model: Model, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
     first, *rest = parts
-    return deploy(model.module, first, sum_parts(rest, model.initial) if rest else None, layout)
+    # matrices of complex numbers have no smaller layout
+    whole = unpack_weights({n: first[n] for n in model.complex if n in first}, model.initial)
+    more = with_complex(sum_parts(rest, model.initial), model.complex) if rest else None
+    return deploy(model.module, {**first, **with_complex(whole, model.complex)}, more, layout)
