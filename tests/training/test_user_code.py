@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import SGD, Federation, simulate
-from fedlowrank.core.errors import TaskError
+from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.method import Batch, Method
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import FedAvg
@@ -531,3 +531,51 @@ def test_randomness_in_evaluation_is_seeded_and_put_back() -> None:
         assert torch.equal(torch.get_rng_state(), before)
         found.append([r.risk for r in result.rounds])
     assert found[0] == found[1]
+
+
+class Centered(Base):
+    """Couples the examples of a batch by their mean."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h - h.mean(0)
+
+
+class Normalized(Base):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def middle(self, h: Tensor) -> Tensor:
+        found: Tensor = self.norm(h[:, :, None]).squeeze(2)
+        return found
+
+
+COUPLED: dict[str, Callable[[], Base]] = {
+    **{kind.__name__: kind for kind in (ManifoldMixup, SpectralNorm, ModeCounter, MovingMean, DataDependent)},
+    "Centered": Centered,
+    "batch": lambda: Normalized(nn.BatchNorm1d(8)),
+    "of batches": lambda: Normalized(nn.BatchNorm1d(8, track_running_stats=False)),
+    "synchronized": lambda: Normalized(nn.SyncBatchNorm(8)),
+}
+SINGLE: dict[str, Callable[[], Base]] = {
+    **{kind.__name__: kind for kind in MODULES if kind.__name__ not in COUPLED},
+    "layer": lambda: Normalized(nn.LayerNorm(1)),
+    "group": lambda: Normalized(nn.GroupNorm(2, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", [*COUPLED, *SINGLE])
+def test_batches_are_taken_in_parts_only_where_examples_are_by_themselves(kind: str) -> None:
+    federation = Federation.from_arrays(clients(), (COUPLED | SINGLE)[kind])
+    if kind in COUPLED:
+        with pytest.raises(ConfigError, match=r"micro_batch = 2.*(couples|depend on the other|buffers)"):
+            simulate(FEDAVG, federation, rounds=1, micro_batch=2)
+        return
+    before = {n: p.clone() for n, p in federation.architectures["model"].initial.items()}
+    Run(FEDAVG, federation, RunSettings(micro_batch=2), ENGINES["sequential"]())
+    assert all(torch.equal(p, before[n]) for n, p in federation.architectures["model"].initial.items())
+    if any(word in kind for word in ("Dropout", "Depth", "Noise", "Recurrent", "Attention", "Checkpointed")):
+        return  # they draw random numbers for each part
+    parts, whole = (simulate(FEDAVG, federation, rounds=1, micro_batch=m).run.state.server for m in (2, None))
+    for n, p in whole.items():
+        torch.testing.assert_close(parts[n], p, rtol=1e-4, atol=1e-6)

@@ -14,7 +14,12 @@ from ..core.key import Key
 from ..core.tree import Params
 from .complex_parameters import as_real, complex_names, with_complex
 from .local_statistics import LocalStatistics, current_statistics
-from .normalization import FunctionalModule, frozen_normalizations, refuse_instance_statistics
+from .normalization import (
+    FunctionalModule,
+    batch_normalizations,
+    frozen_normalizations,
+    refuse_instance_statistics,
+)
 from .pooled_statistics import Chunks
 from .standard import has_hooks, is_standard
 from .stateless import SavedSlots, restore, unchanged
@@ -50,6 +55,7 @@ class Architecture:
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
+        frozen: batch normalizations that the module keeps in evaluation mode.
         statistics: names of the running statistics of batch normalizations, which are local; see
             :mod:`.normalization`.
         buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
@@ -72,15 +78,15 @@ class Architecture:
         self.module = module.eval()
         modules = dict(module.named_modules())
         refuse_instance_statistics(name, module)
-        self._frozen = frozen_normalizations(module)
+        self.frozen = frozen_normalizations(module)
         self._backward_slots: SavedSlots = []
-        self._code = FunctionalModule(module, frozen=self._frozen, backward_slots=self._backward_slots)
+        self._code = FunctionalModule(module, frozen=self.frozen, backward_slots=self._backward_slots)
         self.statistics = self._code.names
         self.buffers = self._initial_buffers()
         self._current_buffers: Params | None = None
         self._local: LocalStatistics | None = None
         self.cache: dict[str, Any] = {}
-        self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
+        self.couples = not self.frozen.issuperset(batch_normalizations(module).values())
         _refuse_parameter_hooks(name, module)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not trained and any(True for _ in module.parameters()):
@@ -122,8 +128,8 @@ class Architecture:
         """Make functions of the part before the head and of the head."""
         if self.head_name is not None:
             self._head = self.module.get_submodule(self.head_name)
-            self._body = FunctionalModule(self.module, self.head_name, self._frozen, self._backward_slots)
-            self._head_code = FunctionalModule(self._head, None, self._frozen, self._backward_slots)
+            self._body = FunctionalModule(self.module, self.head_name, self.frozen, self._backward_slots)
+            self._head_code = FunctionalModule(self._head, None, self.frozen, self._backward_slots)
 
     def _initial_buffers(self) -> Params:
         # standard layers change no buffer but the statistics of batch normalizations
@@ -313,8 +319,8 @@ class Architecture:
         )
         made = copy.copy(self)
         made.module, made.cache, made._mode = copy.deepcopy(self.module).to(device), {}, {}
-        made._backward_slots, made._frozen = [], frozen_normalizations(made.module)
-        made._code = FunctionalModule(made.module, frozen=made._frozen, backward_slots=made._backward_slots)
+        made._backward_slots, made.frozen = [], frozen_normalizations(made.module)
+        made._code = FunctionalModule(made.module, frozen=made.frozen, backward_slots=made._backward_slots)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
         made.example = moved

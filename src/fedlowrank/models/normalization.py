@@ -207,6 +207,11 @@ def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
     return frozen
 
 
+def batch_normalizations(module: nn.Module) -> dict[str, nn.Module]:
+    """Batch normalizations of a module by name, those that it keeps in evaluation mode included."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, _BATCH)}
+
+
 def normalization_parameters(module: nn.Module, layers: Literal["batch", "all"] = "all") -> set[str]:
     """Names of the scales and shifts of a module's normalization layers.
 

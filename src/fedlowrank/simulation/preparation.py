@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from statistics import median_low
 
-from ..core.errors import DataError
+from ..core.errors import ConfigError, DataError
 from ..core.method import ClientInfo
 from ..data.federation import Federation
+from ..models.coupling import why_not_in_parts
 from ..trust.attacks import claimed_examples, hostile_clients, poison
 from ..trust.settings import Robust, Trust
 from .progress import tell
@@ -52,6 +53,17 @@ def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Fede
     if attack.kind == "none":
         return hostile, federation
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
+
+
+def check_parts(federation: Federation, micro_batch: int | None) -> None:
+    """Raise ConfigError if batches are taken in parts and a model does not treat examples by themselves."""
+    for name, model in federation.architectures.items() if micro_batch is not None else ():
+        if why := why_not_in_parts(model):
+            raise ConfigError(
+                f"run.micro_batch = {micro_batch} takes a batch in parts, and their gradients add up to that "
+                f"of the batch only where every example is treated by itself. In model {name!r}, {why}. Remove "
+                "run.micro_batch; a smaller batch_size saves memory, too."
+            )
 
 
 def usual_examples(clients: Sequence[ClientInfo]) -> int:

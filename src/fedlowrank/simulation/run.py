@@ -29,7 +29,7 @@ from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
 from .plan import Plan
-from .preparation import attacked, counted, placed, usual_examples
+from .preparation import attacked, check_parts, counted, placed, usual_examples
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
@@ -102,6 +102,7 @@ class Run:
         self.settings = settings
         self.engine = engine
         self.device_clock = DeviceClock(settings.devices, len(federation.infos), federation.key)
+        check_parts(self.federation, settings.micro_batch)
         engine.micro_batch = settings.micro_batch
         self.task = self.federation.task(settings.rounds)
         if method.needs_classes and self.task.classes == 0:

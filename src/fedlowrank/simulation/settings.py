@@ -39,7 +39,10 @@ class RunSettings(CheckedFields):
             so); or auto (bytes on a GPU where that can be, float32 on a CPU, which takes three times as long
             to make a batch of bytes).
         micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken
-            in parts whose gradients add up to the same. None takes every batch whole.
+            in parts whose gradients add up to the same. None takes every batch whole. Refused for a model
+            that couples the examples of a batch (batch normalization, and what a trial in training mode
+            detects). A loss of your own must be a mean over examples, which is not checked; random draws, as
+            of dropout, are taken for each part.
         client_memory: MiB of clients' states in memory; where they take more, those that were longest not
             changed wait in a temporary folder. None keeps all in memory.
         threads: of torch in this process; a second one makes small models many times slower on a busy

@@ -1,0 +1,81 @@
+"""Whether a batch can be taken in parts: models whose scores of an example depend on other examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.key import Key
+from ..core.tree import Params
+from .architecture import Architecture
+from .normalization import batch_normalizations
+
+_KEY = Key(("coupling",))
+_TRIALS = 3
+"""Draws of random numbers: a module may mix each example with one that it draws."""
+
+
+def why_not_in_parts(model: Architecture) -> str | None:
+    """Why gradients of parts of a batch do not add up to that of the batch; None if nothing is found.
+
+    Batch normalization is known. For a module that is not of standard layers, two batches that differ in half
+    of their examples are scored in training mode with equal random draws, and one of them once more with the
+    buffers that its first forward pass has left. A real buffer that a forward pass changes is a reason, too.
+    What is not detected: a loss that couples examples, and a module that does so only after some steps or for
+    certain inputs. Random draws themselves are taken for each part, and are no reason.
+
+    Args:
+        model: whose code is called a few times, with copies of its parameters and buffers.
+    """
+    for name, layer in batch_normalizations(model.module).items():
+        if layer not in model.frozen:
+            return f"the batch normalization {name!r} couples the examples of a batch"
+    if model.is_standard:
+        return None
+    same, other = _repeated(model.example, 4), _with_other_half(model.example)
+    for trial in range(_TRIALS):
+        key = _KEY / trial
+        (first, second), changed = _scores(model, [same, same], key)
+        if any(t.is_floating_point() for t in changed.values()) or not _is_close(first, second):
+            return (
+                f"forward passes change the buffers {sorted(changed)}, and a part of a batch takes one each"
+            )
+        if not _is_close(first[:2], _scores(model, [other], key)[0][0][:2]):
+            return "its scores of an example depend on the other examples of the batch"
+    return None
+
+
+def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Tensor], Params]:
+    """Scores in training mode of batches, one after another, each with the same draws; changed buffers."""
+    copy = model.with_buffers({})
+    params = {n: p.clone().requires_grad_() for n, p in model.initial.items()}
+    found = []
+    model.training(True)
+    try:
+        for x in batches:
+            # with gradients, as in a step: a module may ask whether there are any
+            with torch.enable_grad(), key.global_generators(next(iter(params.values())).device):
+                found.append(copy.apply(params, x).detach())
+    finally:
+        model.training(False)
+    return found, copy.changed_buffers
+
+
+def _repeated(x: Any, times: int) -> Any:
+    if isinstance(x, dict):
+        return {n: _repeated(t, times) for n, t in x.items()}
+    return torch.cat([x[:1]] * times)
+
+
+def _with_other_half(x: Any) -> Any:
+    """An example twice, and twice with other numbers: real ones plus 1, all others in reverse order."""
+    if isinstance(x, dict):
+        return {n: _with_other_half(t) for n, t in x.items()}
+    other = x[:1] + 1 if x.is_floating_point() else x[:1].flip([*range(1, x.ndim)])
+    return torch.cat([x[:1], x[:1], other, other])
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
