@@ -92,6 +92,11 @@ def test_an_export_has_the_statistics_of_the_client(method: str, series: str | N
         np.testing.assert_allclose(found, by_hand(params, data.train.x, data.test.x), atol=1e-4)
 
 
+def trainer_of(model: Architecture, examples: Examples) -> LocalTrainer:
+    data = LocalData(ClientInfo(0, len(examples), model.name), examples, {}, Key(("data",)))
+    return LocalTrainer(model, [model], data, 0, FlopLedger())
+
+
 class Twice(nn.Module):
     """One normalization that is called twice, and one of batches before them."""
 
@@ -126,9 +131,9 @@ def test_statistics_are_those_of_all_examples_as_one_batch(kind: str) -> None:
     x += torch.linspace(-3, 3, 600).reshape(-1, *[1] * len(shape))
     y = torch.zeros(600, dtype=torch.int64)
     model = Architecture("net", make(), x[:1])
-    data = LocalData(ClientInfo(0, 600, "net"), Examples(x, y), {}, Key(("data",)))
-    assert len(list(data.chunks())) == 3
-    found = model.with_local_statistics(data.inputs).whole(model.initial)
+    trainer = trainer_of(model, Examples(x, y))
+    assert len(list(trainer.data.chunks())) == 3
+    found = model.with_local_statistics(trainer.inputs).whole(model.initial)
     torch.testing.assert_close(
         {n: found[n] for n in model.statistics}, of_one_batch(make, model.initial, x), rtol=1e-4, atol=1e-5
     )
@@ -152,9 +157,41 @@ def test_the_order_of_examples_does_not_change_a_model() -> None:
     x, new = torch.randn(512, 4, generator=g) + 6.0 * y[:, None] - 3.0, torch.randn(8, 4, generator=g)
     model = Architecture("net", Net(), x[:1])
     for order in (torch.arange(512), torch.randperm(512, generator=g)):
-        data = LocalData(ClientInfo(0, 512, "net"), Examples(x[order], y[order]), {}, Key(("data",)))
-        scores = model.with_local_statistics(data.inputs).apply(model.initial, new)
+        trainer = trainer_of(model, Examples(x[order], y[order]))
+        scores = model.with_local_statistics(trainer.inputs).apply(model.initial, new)
         np.testing.assert_allclose(scores.detach(), by_hand(model.initial, x, new), atol=1e-5)
+
+
+class Centered(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+MIXING = {
+    "of batches": lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)),
+    "own": lambda: Centered(4, 3),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_model_that_mixes_examples_scores_each_set_as_one_batch(kind: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    many = [torch.randn(n, 4, generator=g) + torch.linspace(-3, 3, n)[:, None] for n in (40, 1200)]
+    labels = [torch.randint(0, 3, (len(x),), generator=g) for x in many]
+    one = {"train": (many[0], labels[0]), "test": (many[1], labels[1])}
+    federation = Federation.from_arrays([one, one], MIXING[kind]())
+    result = simulate("fedavg", federation, rounds=1)
+    net = MIXING[kind]()
+    net.load_state_dict(result.personal(0), strict=False)
+    with torch.no_grad():
+        scores = net(many[1])
+    torch.testing.assert_close(result.predict(0), scores, rtol=1e-4, atol=1e-5)
+    loss = nn.functional.cross_entropy(scores, labels[1])
+    assert result.rounds[-1].risk is not None
+    assert result.rounds[-1].risk["personal"]["test"][0] == pytest.approx(float(loss), rel=1e-5)
+    trainer = trainer_of(federation.architectures["model"], Examples(many[1], labels[1]))
+    total = trainer.total(lambda p, b: b.total(trainer.model.apply(p, b.x).square()), result.personal(0), ())
+    torch.testing.assert_close(total, scores.square().sum(0), rtol=1e-4, atol=1e-3)
 
 
 def test_sums_over_the_training_data_do_not_depend_on_chunks() -> None:
@@ -162,8 +199,7 @@ def test_sums_over_the_training_data_do_not_depend_on_chunks() -> None:
     x = torch.randn(600, 4, generator=g) + torch.linspace(-3, 3, 600)[:, None]
     y = torch.randint(0, 3, (600,), generator=g)
     model = Architecture("net", Net(), x[:1])
-    data = LocalData(ClientInfo(0, 600, "net"), Examples(x, y), {}, Key(("data",)))
-    trainer = LocalTrainer(model, [model], data, 0, FlopLedger())
+    trainer = trainer_of(model, Examples(x, y))
     total = trainer.total(lambda p, batch: batch.total(model.apply(p, batch.x)), model.initial, ())
     np.testing.assert_allclose(total, by_hand(model.initial, x, x).sum(0), rtol=1e-4, atol=1e-3)
     # two matrices, a multiplication and an addition an entry; the statistics take the first one more

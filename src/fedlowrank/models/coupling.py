@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.key import Key
+from ..core.model import Model
 from ..core.tree import Params
 from .architecture import Architecture
 from .normalization import batch_normalizations
@@ -34,7 +35,7 @@ def why_not_in_parts(model: Architecture) -> str | None:
             return f"the batch normalization {name!r} couples the examples of a batch"
     if model.is_standard:
         return None
-    same, other = _repeated(model.example, 4), _with_other_half(model.example)
+    same, other = _four_times(model.example), _with_other_half(model.example)
     for trial in range(_TRIALS):
         key = _KEY / trial
         (first, second), changed = _scores(model, [same, same], key)
@@ -45,6 +46,26 @@ def why_not_in_parts(model: Architecture) -> str | None:
         if not _is_close(first[:2], _scores(model, [other], key)[0][0][:2]):
             return "its scores of an example depend on the other examples of the batch"
     return None
+
+
+def mixes_examples(model: Model) -> bool:
+    """Whether the scores of an example depend on the others of a batch where a model infers.
+
+    A batch normalization without running statistics does so, as in PyTorch; of a module that is not of
+    standard layers it is found by a trial of two batches, once.
+
+    Args:
+        model: whose code is called twice.
+    """
+    if "mixes examples" not in model.cache:
+        layers = batch_normalizations(model.module).values()
+        found = any(layer.running_mean is None for layer in layers)
+        if not found and not model.is_standard:
+            with torch.inference_mode():
+                same, other = (model.probe(make(model.example)) for make in (_four_times, _with_other_half))
+            found = not _is_close(same[:2], other[:2])
+        model.cache["mixes examples"] = found
+    return bool(model.cache["mixes examples"])
 
 
 def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Tensor], Params]:
@@ -63,10 +84,10 @@ def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Ten
     return found, copy.changed_buffers
 
 
-def _repeated(x: Any, times: int) -> Any:
+def _four_times(x: Any) -> Any:
     if isinstance(x, dict):
-        return {n: _repeated(t, times) for n, t in x.items()}
-    return torch.cat([x[:1]] * times)
+        return {n: _four_times(t) for n, t in x.items()}
+    return torch.cat([x[:1]] * 4)
 
 
 def _with_other_half(x: Any) -> Any:

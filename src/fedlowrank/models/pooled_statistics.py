@@ -144,13 +144,14 @@ def _sweep(
         layer._buffers["running_mean"] = moments.mean.to(like)
         layer._buffers["running_var"] = (moments.squares / moments.count).to(like)
 
-    count = 0
+    # before there are hooks: how data are cut may depend on what the module is
+    count, inputs = 0, iter(chunks())
     hooks = [
         layer.register_forward_pre_hook(partial(normalize_by_moments, name), with_kwargs=True)
         for name, layer in layers.items()
     ]
     try:
-        for x in chunks():
+        for x in inputs:
             count += 1
             calls.clear()
             _ = module(**x) if isinstance(x, dict) else module(x)

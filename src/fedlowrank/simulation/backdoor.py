@@ -11,7 +11,7 @@ from ..data.federation import Federation
 from ..trust.attacks import with_trigger
 from ..trust.settings import Attack
 from .local_model import LocalModel
-from .scoring import Pool, measure
+from .scoring import measure, pool_of
 
 
 def backdoor_success(
@@ -36,9 +36,10 @@ def backdoor_success(
         triggered = with_trigger(federation.clients[info.id].test, attack)
         if not len(triggered):
             continue
-        predict = next(iter(model_of(info).predictors.values()))
+        made = model_of(info)
+        predict = next(iter(made.predictors.values()))
         with torch.inference_mode():
-            rate = measure(predict, Pool([triggered])).accuracy[0]
+            rate = measure(predict, pool_of(made.model, [triggered])).accuracy[0]
         if rate is not None:
             found.append(rate)
     return sum(found) / len(found) if found else None

@@ -21,7 +21,7 @@ from ..engines.base import AnyMethod, Engine
 from .client_metrics import Metric
 from .local_model import LocalModel, local_model
 from .records import Accuracy, RoundRecord
-from .scoring import Pool, Scores, concatenate, measure, measure_each
+from .scoring import Pool, Scores, concatenate, measure, measure_each, pool_of
 
 Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
 """Models, each with the clients that use it."""
@@ -260,9 +260,9 @@ def evaluate_client(
     risk: dict[str, dict[str, float | None]] = {}
     further: dict[str, dict[str, dict[str, float | None]]] = {name: {} for name in metrics or ()}
     with torch.inference_mode(), draws:
-        predictors = client.predictors
+        predictors, pool = client.predictors, pool_of(client.model, [getattr(data, s) for s in SPLITS])
         for name, predict in predictors.items():
-            scores = measure(predict, Pool([getattr(data, split) for split in SPLITS]), metrics)
+            scores = measure(predict, pool, metrics)
             accuracy[name] = dict(zip(SPLITS, scores.accuracy, strict=True))
             risk[name] = dict(zip(SPLITS, scores.risk, strict=True))
             for metric, values in scores.metrics.items():

@@ -21,7 +21,7 @@ from .client_metrics import softmax
 from .evaluation import SPLITS
 from .local_model import LocalModel
 from .run import Run
-from .scoring import all_scores
+from .scoring import all_scores, pool_of
 
 PARTS = ("train", *SPLITS)
 """Parts of a client's examples."""
@@ -124,7 +124,7 @@ def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Te
         predict = _predictor(run, made, series)
         if not len(examples):
             return torch.zeros(0, len(run.federation.classes) or examples.y.shape[1])
-        return all_scores(predict, examples).cpu().clone()
+        return all_scores(predict, pool_of(made.model, [examples])).cpu().clone()
 
 
 def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:

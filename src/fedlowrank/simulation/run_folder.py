@@ -20,6 +20,7 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically, write_json, write_json_rows
 from ..core.method import Method
 from ..core.version import __version__
+from ..models.coupling import mixes_examples
 from ..trust.budget import LEDGER
 from . import checkpoint
 from .client_store import LazyMapping
@@ -358,11 +359,11 @@ def representations(run: Run, limit: int) -> dict[str, Tensor]:
         if not len(data.test):
             continue
         params = run.personal(info)
+        model = federation.architectures[info.architecture]
         some = data.test.take(torch.arange(min(share, len(data.test))))
+        seen = data.test if mixes_examples(model) else some
         with torch.inference_mode():
-            x.append(
-                federation.architectures[info.architecture].represent(params, some.x).cpu().flatten(1).clone()
-            )
+            x.append(model.represent(params, seen.x)[: len(some)].cpu().flatten(1).clone())
         label.append(some.y.cpu())
         client.append(torch.full_like(label[-1], info.id))
     if len({t.shape[1] for t in x}) != 1:

@@ -15,7 +15,9 @@ from torch.nn import functional
 from ..core.client_model import Predictor
 from ..core.loss import pointwise_loss
 from ..core.method import Batch
+from ..core.model import Model
 from ..data.dataset import Examples
+from ..models.coupling import mixes_examples
 from ..training.local_data import CHUNK, channels_last, chunk_size, gather
 from .client_metrics import Metric, compute
 
@@ -35,16 +37,26 @@ class Pool:
     Args:
         parts: the sets.
         whole: the examples of all sets, one after another; None to go through set by set.
+        at_once: whether each set is one batch; only where they are gone through set by set.
 
     Attributes:
         bytes: of the concatenated inputs.
     """
 
-    def __init__(self, parts: Sequence[Examples], whole: Examples | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Examples], whole: Examples | None = None, at_once: bool = False
+    ) -> None:
+        self.at_once = at_once
         self.lengths = [len(part) for part in parts]
         self.regression = parts[0].regression
         self.passes = [part for part in parts if len(part)] if whole is None else [whole]
         self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
+
+
+def pool_of(model: Model, parts: Sequence[Examples]) -> Pool:
+    """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
+    is_long = any(len(part) > chunk_size(part) for part in parts)
+    return Pool(parts, at_once=is_long and mixes_examples(model))
 
 
 def concatenate(parts: Sequence[Examples]) -> Pool | None:
@@ -141,9 +153,9 @@ def _further_metrics(
     }
 
 
-def all_scores(predict: Predictor, examples: Examples) -> Tensor:
-    """Scores of a predictor on at least one example, ``[n, classes]`` or of a regression ``[n, d]``."""
-    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, 1)], Pool([examples]))])
+def all_scores(predict: Predictor, pool: Pool) -> Tensor:
+    """Scores of a predictor on one set of at least one example, ``[n, classes]`` or ``[n, d]``."""
+    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, 1)], pool)])
 
 
 def _batches(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Iterator[tuple[Predictor, Batch]]:
@@ -154,6 +166,8 @@ def _batches(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Iterato
         first, size = 0, chunk_size(examples)
         if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= SMALL:
             size *= 2
+        if pool.at_once:
+            size = len(examples)
         for predict, n in counts:
             end = min(first + n, len(examples))
             for start in range(first, end, size):

@@ -130,22 +130,19 @@ class LocalData:
             batch = gather(self.examples, index, step)
             yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
 
-    def chunks(self, equal_width: bool = False) -> Iterator[Batch]:
+    def chunks(self, equal_width: bool = False, whole: bool = False) -> Iterator[Batch]:
         """All examples once, in their own order and as they are, in chunks of like sizes.
 
         Args:
             equal_width: whether texts are as wide as in one batch of all examples.
+            whole: whether they are a single chunk.
         """
         n, start = len(self.examples), 0
         every = torch.arange(n, device=self.examples.y.device)
-        for index in every.tensor_split(-(-n // chunk_size(self.examples))):
+        for index in every.tensor_split(1 if whole else -(-n // chunk_size(self.examples))):
             some = slice(None) if equal_width else slice(start, start + len(index))
             yield gather(self.examples, index, columns=self._columns(some))
             start += len(index)
-
-    def inputs(self) -> Iterator[Any]:
-        """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
-        return (batch.x for batch in self.chunks(equal_width=True))
 
     @cached_property
     def form(self) -> Any:

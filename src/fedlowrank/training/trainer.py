@@ -17,10 +17,11 @@ from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..core.method import Batch, ClientInfo, Request
 from ..models.architecture import Architecture
+from ..models.coupling import mixes_examples
 from ..models.local_statistics import infer_by
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
-from .local_data import LocalData, Size, gather, size_of
+from .local_data import LocalData, Size, chunk_size, gather, size_of
 from .steps import Work, layout
 
 T = TypeVar("T")
@@ -154,6 +155,15 @@ class LocalTrainer:
                 for model in self.models:
                     model.training(False)
 
+    def inputs(self) -> Iterator[Any]:
+        """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
+        return (b.x for b in self.data.chunks(equal_width=True, whole=self._in_one_chunk()))
+
+    def _in_one_chunk(self) -> bool:
+        """Whether examples without a gradient must be in one chunk, because a model mixes those of a batch."""
+        is_one = len(self.data.examples) <= chunk_size(self.data.examples)
+        return not is_one and any(map(mixes_examples, self.models))
+
     def kind(self, request: Request) -> Any:
         """What the cost of a step depends on, but for its batch."""
         return self._kind(request.loss, request.start, request.constants)
@@ -175,10 +185,10 @@ class LocalTrainer:
             if standard
             else (self.data.key / "total").global_generators(self.data.examples.y.device)
         )
-        with torch.no_grad(), draws, infer_by(self.data.inputs):
+        with torch.no_grad(), draws, infer_by(self.inputs):
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
-            for batch in self.data.chunks():
+            for batch in self.data.chunks(whole=self._in_one_chunk()):
                 size = size_of(batch)
                 if standard and not self.ledger.knows(kind, size):
                     with self.ledger.counting(kind, size):
@@ -195,7 +205,7 @@ class LocalTrainer:
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> int:
         """Find the statistics of batch normalizations, and what they cost beside the examples themselves."""
-        batch = next(self.data.chunks())
+        batch = next(self.data.chunks(whole=self._in_one_chunk()))
         counts = []
         for _ in range(2):
             with FlopCounter() as counter:
