@@ -237,7 +237,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
 
 def _show_data(federation: Federation) -> None:
     # plain print: the table is laid out already, and wrapping would tear its lines
-    table = class_count_table(federation.clients, federation.classes, width=OUT.width, notes=federation.notes)
+    notes = (*federation.notes, *(federation.remarks or ()))
+    table = class_count_table(federation.clients, federation.classes, width=OUT.width, notes=notes)
     print(table, flush=True)
 
 

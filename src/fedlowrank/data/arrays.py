@@ -19,7 +19,7 @@ from .checks import describe_array
 from .dataset import Dataset, Examples
 from .files import check_file, expand_path
 from .input_types import InputTypes
-from .user_arrays import ONE_HOT_WARNING, is_one_hot, target_hint
+from .user_arrays import target_hint, target_warning
 
 Layout = Literal["as_is", "hw", "hwc"]
 
@@ -70,9 +70,8 @@ class Arrays(CheckedFields):
         natural, natural_test = encode_clients(ids, f"the client ids in {where}")
         train, *rest = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
         test = rest[0] if rest else None
-        notes = () if classes or not is_one_hot(train.y) else (ONE_HOT_WARNING,)
-        if scaled := types.warning():
-            notes += (scaled,)
+        said = [types.warning(), target_warning([train.y])]
+        notes = tuple(note for note in said if note)
         return Dataset(file.stem, train, test, classes, natural, natural_test, notes=notes)
 
     def _inputs(self, x: np.ndarray, where: str, types: InputTypes) -> Tensor:

@@ -17,6 +17,7 @@ from ..core.field_checks import CheckedFields
 from ..core.text import explain_encoding
 from .dataset import Dataset, Examples
 from .files import check_file, expand_path
+from .user_arrays import target_warning
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -101,6 +102,8 @@ class Csv(CheckedFields):
         if self.client is not None:
             natural = [*_number([table[self.client] for table in tables])[0], None]
         train, *test = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
+        if said := target_warning([train.y]):
+            notes += (said,)
         name = Path(self.path).name.split(".")[0]
         return Dataset(name, train, test[0] if test else None, classes, natural[0], natural[1], notes=notes)
 

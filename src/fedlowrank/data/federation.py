@@ -24,12 +24,12 @@ from .input_types import InputTypes, is_whole
 from .partitions import read_partitions
 from .pixels import Pixels, pack
 from .user_arrays import (
-    ONE_HOT_WARNING,
     ArrayPair,
     class_names,
     client_from_arrays,
     first_input,
-    is_one_hot,
+    label_warning,
+    target_warning,
 )
 
 # Examples that are hashed at a time: images stored as bytes become four times as large.
@@ -72,6 +72,7 @@ class Federation:
         by_length: for texts: whether training batches hold examples of similar length.
         companion: what else belongs to the models, such as a tokenizer; exports them for other libraries.
         here: ids of the clients whose data are on this machine, or None for all; the others have no examples.
+        remarks: what a user should know of how the models fit the data; found if None.
     """
 
     clients: Sequence[ClientData]
@@ -85,6 +86,7 @@ class Federation:
     by_length: bool = False
     companion: Companion | None = None
     here: frozenset[int] | None = None
+    remarks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
@@ -107,7 +109,11 @@ class Federation:
             self._check_target_widths()
         # A companion makes the head for the number of classes itself.
         if self.clients[0].train.regression or (self.classes and self.companion is None):
-            self._check_outputs()
+            remarks = tuple(self._check_outputs())
+        else:
+            remarks = ()
+        if self.remarks is None:
+            object.__setattr__(self, "remarks", remarks)
 
     def _check_kind(self, examples: Examples, client: int, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
@@ -128,8 +134,13 @@ class Federation:
             found = ", ".join(f"{width} at client {i}" for width, i in sorted(widths.items()))
             raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
 
-    def _check_outputs(self) -> None:
-        """Reject models with too few scores, or with outputs that would broadcast against real targets."""
+    def _check_outputs(self) -> list[str]:
+        """Reject models with too few scores, or with outputs that would broadcast against real targets.
+
+        Returns:
+            A remark for each model whose outputs suit another loss or other classes.
+        """
+        remarks: dict[str, str] = {}
         clients = [i for i in self.infos if len(self.clients[i.id].train)]
         first = {(i.architecture, _input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)}
         for (name, _), client in first.items():
@@ -137,7 +148,8 @@ class Federation:
             example = _first_input(examples)
             try:
                 with torch.inference_mode():
-                    shape = list(self.architectures[name].probe(example).shape)
+                    scores = self.architectures[name].probe(example)
+                shape = list(scores.shape)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise TaskError(
                     f"client {client}: model {name} does not take its inputs: {error}. {describe_example(example)} "
@@ -152,6 +164,33 @@ class Federation:
                     f"{found} there are {len(self.classes)} classes; it must make [1, {len(self.classes)}], "
                     "one score per class"
                 )
+            elif (
+                self.remarks is None and name not in remarks and (said := self._remark(name, client, scores))
+            ):
+                remarks[name] = said
+        return list(remarks.values())
+
+    def _remark(self, name: str, client: int, scores: Tensor) -> str:
+        """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
+        is_share = bool(((scores >= 0) & (scores <= 1)).all())
+        found = []
+        if not is_share and scores.shape[1] < 2 * len(self.classes):
+            return ""
+        layer, operation = self.architectures[name].last_layer(_first_input(self.clients[client].train))
+        at = f" in its {layer}" if layer else ""
+        if not operation and is_share and scores.shape[1] > 1 and abs(float(scores.sum()) - 1) < 1e-5:
+            operation = "softmax"
+        if is_share and operation:
+            found.append(
+                f"ends in a {operation}{at}, but the loss is the cross-entropy, which applies a softmax itself, so "
+                f"that gradients become small. Leave the {operation} out"
+            )
+        if scores.shape[1] >= 2 * len(self.classes):
+            found.append(
+                f"makes {scores.shape[1]} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
+                "the classes if there are more (classes=...), or give it as many outputs as classes"
+            )
+        return f"client {client}: model {name} " + "; it ".join(found) + "." if found else ""
 
     @property
     def key(self) -> Key:
@@ -311,11 +350,11 @@ class Federation:
             and all(looks_up_ids(m, given.long(), key / "init" / n) for n, m in models.items())
         )
         data = [client_from_arrays(c, i, val, test, key, types) for i, c in enumerate(clients)]
-        if said := types.warning():
-            warnings.warn(said, stacklevel=2)
         names = class_names(data, classes)
-        if not names and all(is_one_hot(d.train.y) for d in data):
-            warnings.warn(ONE_HOT_WARNING, stacklevel=2)
+        said = [types.warning(), target_warning([d.train.y for d in data])]
+        if classes is None:
+            said.append(label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
+        notes = tuple(note for note in said if note)
         example = _first_input(data[0].train)
         try:
             architectures = {
@@ -345,7 +384,10 @@ class Federation:
             ClientInfo(i, len(d.train), a, r, c)
             for i, (d, a, r, c) in enumerate(zip(data, architecture, ranks, clusters, strict=True))
         ]
-        return cls(data, infos, architectures, names, seed, name, augment=augment)
+        made = cls(data, infos, architectures, names, seed, name, notes, augment=augment)
+        for note in (*notes, *(made.remarks or ())):
+            warnings.warn(note, stacklevel=2)
+        return made
 
     @classmethod
     def from_partitions(

@@ -24,6 +24,17 @@ ONE_HOT_WARNING = (
     "classification give the number of each class instead: y.argmax(1)."
 )
 
+MULTI_HOT_WARNING = (
+    "the targets are rows of zeros and ones, several classes an example, and are learnt as a regression with the "
+    "squared error: there is no loss for several classes. For one class an example give its number, whole numbers "
+    "[n]."
+)
+
+BINARY_WARNING = (
+    "the targets [n, 1] are zeros and ones, and are learnt as a regression with the squared error. For a "
+    "classification give the number of each class, y[:, 0].long(), and a model with 2 outputs."
+)
+
 
 def client_from_arrays(
     arrays: ArrayPair | Mapping[str, ArrayPair],
@@ -181,6 +192,31 @@ def is_one_hot(y: Tensor) -> bool:
     if y.ndim != 2 or y.shape[1] < 2 or not len(y):
         return False
     return bool(((y == 0) | (y == 1)).all()) and bool((y.sum(1) == 1).all())
+
+
+def target_warning(parts: Sequence[Tensor]) -> str | None:
+    """What a user should know of real targets [n, d] of all clients that mean classes, or None."""
+    parts = [y for y in parts if len(y)]
+    if not parts or not parts[0].is_floating_point():
+        return None
+    if all(is_one_hot(y) for y in parts):
+        return ONE_HOT_WARNING
+    is_binary = all(bool(((y == 0) | (y == 1)).all()) for y in parts)
+    if not is_binary or len({float(value) for y in parts for value in y.aminmax()}) < 2:
+        return None
+    return BINARY_WARNING if parts[0].shape[1] == 1 else MULTI_HOT_WARNING
+
+
+def label_warning(parts: Sequence[Tensor]) -> str | None:
+    """What a user should know of class labels of all clients that do not count from 0, or None."""
+    numbers = [y for y in parts if len(y) and y.ndim == 1 and not y.is_floating_point()]
+    low = min((int(y.min()) for y in numbers), default=0)
+    if low <= 0:
+        return None
+    return (
+        f"the smallest label is {low}, but labels count from 0, so the model has scores that are never right. Give "
+        f"y - {low}, or name all classes (classes=...)."
+    )
 
 
 def target_hint(y: Tensor) -> str:

@@ -206,6 +206,35 @@ class Architecture:
         with unchanged(self.module), _PROBE.global_generators():
             return self.apply(self.initial | self._code.neutral(), x)
 
+    def last_layer(self, x: Any) -> tuple[str, str]:
+        """What makes the scores of a few inputs, for messages.
+
+        Returns:
+            The innermost layer, such as ``layer '2' (Softmax)``, or nothing if ``forward`` itself does; and
+            ``softmax`` or ``sigmoid``, if that is the last operation, or nothing.
+        """
+        outputs: list[tuple[str, nn.Module, Any]] = []
+
+        def record(name: str) -> Callable[..., None]:
+            return lambda layer, _, out: outputs.append((name, layer, out))
+
+        params = {
+            n: p.detach().requires_grad_(p.is_floating_point())
+            for n, p in (self.initial | self._code.neutral()).items()
+        }
+        hooks = [m.register_forward_hook(record(n)) for n, m in self.module.named_modules() if n]
+        try:
+            with unchanged(self.module), _PROBE.global_generators(), torch.enable_grad():
+                scores = self.apply(params, x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        layer = next((f"layer {n!r} ({type(m).__name__})" for n, m, out in outputs if out is scores), "")
+        operation = "" if scores.grad_fn is None else scores.grad_fn.name()
+        return layer, next(
+            (kind for kind in ("softmax", "sigmoid") if operation == f"{kind.title()}Backward0"), ""
+        )
+
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
 
@@ -425,8 +454,8 @@ def looks_up_ids(model: nn.Module | Callable[[], nn.Module], example: Tensor, ke
         except Exception:  # noqa: BLE001 - user code may fail by anything
             # build_architecture reports it
             return False
-    if not isinstance(model, nn.Module):
-        return False
+        if not hasattr(model, "modules"):
+            return False
     if _lazy_parameters(model):
         model = copy.deepcopy(model)
     has_embedding = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in model.modules())

@@ -106,7 +106,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 def _is_lazy(module: nn.Module) -> bool:
     own = (*module._parameters.values(), *module._buffers.values())
-    return any(nn.parameter.is_lazy(t) for t in own)
+    return any(t is not None and nn.parameter.is_lazy(t) for t in own)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,8 @@ def find_warnings(groups: Sequence[Group]) -> list[str]:
         found.append(f"The methods are judged by different series of {noun} ({one_line(named)}).")
     if len({len(group.results()) for group in groups}) > 1:
         found.append("The methods have different numbers of seeds.")
+    remarks = (run.record.config.get("remarks") for group in groups for run in group.runs)
+    found += dict.fromkeys(one_line(r) for listed in remarks if isinstance(listed, list) for r in listed)
     return found + collapse_warnings(groups) + _find_differences(groups)
 
 

@@ -34,6 +34,9 @@ BLOCK = 4096
 CACHE = 1 << 30
 """Bytes of concatenated inputs that are kept from one evaluation to the next."""
 
+_NAMED = 5
+"""Clients that one warning names."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -107,6 +110,7 @@ class Evaluator:
         self._pools: dict[tuple[int, ...], Pool] = {}
         self._former_pools: dict[tuple[int, ...], Pool] = {}
         self._is_separable: dict[str, bool] = {}
+        self._not_finite: set[int] = set()
 
     def evaluate(
         self,
@@ -139,7 +143,29 @@ class Evaluator:
         found = self.engine.each(work, blocks)
         self._former_pools = {}
         parts = [([i.id for i in b], Evaluation(**f)) for b, f in zip(blocks, found, strict=True)]
-        return scatter(parts, len(everyone))
+        evaluation = scatter(parts, len(everyone))
+        self._warn_of_not_finite(evaluation.risk)
+        return evaluation
+
+    def _warn_of_not_finite(self, risk: Accuracy) -> None:
+        """Name once each client with a loss that means leave out."""
+        found: dict[int, str] = {}
+        for series, splits in risk.items():
+            for split, row in splits.items():
+                for client, loss in enumerate(row):
+                    if loss is not None and not math.isfinite(loss) and client not in self._not_finite:
+                        n = len(getattr(self.federation.clients[client], split))
+                        examples = f"{n} {split} example{'' if n == 1 else 's'}"
+                        found.setdefault(client, f"client {client} ({series} model, {examples})")
+        self._not_finite |= found.keys()
+        if found:
+            named = [*found.values()]
+            logger.warning(
+                "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Means over clients leave the "
+                "loss out, and such examples count as wrong",
+                ", ".join(named[:_NAMED]),
+                f" and {len(named) - _NAMED} more clients" if len(named) > _NAMED else "",
+            )
 
     def _blocks(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
         """Consecutive clients with about BLOCK examples together; the same for every engine."""

@@ -188,7 +188,8 @@ def _outcomes(scores: Tensor, examples: Examples) -> dict[str, Any]:
     return {
         "label": labels,
         "prediction": chosen,
-        "correct": chosen == labels,
+        # of scores with a NaN, argmax gives the place of the NaN
+        "correct": (chosen == labels) & ~np.isnan(probability),
         "probability": probability,
     }
 

@@ -87,6 +87,7 @@ class RoundResults:
         meters: of all clients.
         volume: sizes of the replies, the lost ones included.
         arrived: clients whose replies arrived and were used.
+        not_finite: reason for each client whose reply was dropped because it diverged or holds a NaN.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class RoundResults:
         self._uploads: dict[int, Any] | None = {} if wait else None
         self.volume = Volume()
         self.lost: dict[str, str] = {}
+        self.not_finite: dict[int, str] = {}
         self.meters: list[Meter] = []
         self.arrived: set[int] = set()
 
@@ -195,11 +197,11 @@ class RoundResults:
             return self._losses[str(info.id)]
         if result.lost is not None:
             return result.lost
-        if result.error is not None:
-            return str(result.error)
-        where = tree.not_finite(result.upload)
-        if where is not None:
-            return f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
+        where = tree.not_finite(result.upload) if result.error is None else None
+        if result.error is not None or where is not None:
+            dropped = f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
+            self.not_finite[info.id] = str(result.error or dropped)
+            return self.not_finite[info.id]
         if missed is not None:
             return missed
         return "the reply was lost" if info.id in self._unlucky else None

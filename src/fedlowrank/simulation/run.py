@@ -137,6 +137,7 @@ class Run:
         self.evaluator = Evaluator(self.method, self.federation, self.task, engine, metrics)
         self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()
+        self._warned: set[int] = set()
         self.stopped = ""
         self._usual: tuple[Federation, int] | None = None
         self.evaluated = self._evaluated_clients()
@@ -264,6 +265,7 @@ class Run:
                 key = self.federation.key / "attack" / t
                 observed = self.inspection.settle(found, self.contribute, self.state.server, key)
             server = self._server_step(found, t)
+        self._warn_of_dropped(found)
         self.unsaved |= found.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
         self.state = State(t + 1, server, self.state.clients | found.client_states())
@@ -285,6 +287,15 @@ class Run:
         if t == 0:
             self.plan_evaluations(record.flops)
         return self._evaluated(record, clock)
+
+    def _warn_of_dropped(self, found: RoundResults) -> None:
+        """Name once each client whose reply is left out because it is not finite."""
+        new = {client: why for client, why in found.not_finite.items() if client not in self._warned}
+        self._warned |= new.keys()
+        for client, why in new.items():
+            count = self.federation.infos[client].examples
+            examples = f"{count} training example{'' if count == 1 else 's'}"
+            logger.warning("client %d (%s) is left out: %s", client, examples, why)
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """What an upload contributes to the round.

@@ -185,7 +185,8 @@ def _table(scores: Tensor, batch: Batch) -> Tensor:
     elif batch.y.ndim == 2:
         right = (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum(1)
     else:
-        right = scores.argmax(-1) == batch.y
+        # of scores with a NaN, argmax gives the place of the NaN
+        right = (scores.argmax(-1) == batch.y) & ~lost.isnan()
     right, lost, weights = right.double(), lost.double(), weights.double()
     return torch.stack([right, lost * weights, weights], 1)
 

@@ -177,9 +177,14 @@ def describe(
         "reference": None,
         # all left out where they do nothing, as in the runs that were made before they existed
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
-        **({"remarks": said} if (said := method.remarks(federation.task(settings.rounds))) else {}),
+        **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
     }
+
+
+def _remarks(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> list[str]:
+    """What a user should know of how data, models and method fit together."""
+    return [*(federation.remarks or ()), *method.remarks(federation.task(settings.rounds))]
 
 
 def _settings(given: dict[str, Any], federation: Federation, method: type[Any]) -> RunSettings:

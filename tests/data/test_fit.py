@@ -1,0 +1,184 @@
+"""Targets and models that suit another loss, and clients that leave a mean: each is pointed out once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import SGD, Federation, simulate
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.data.arrays import Arrays
+from fedlowrank.data.csv_table import Csv
+from fedlowrank.methods import FedAvg
+from fedlowrank.report.page import write_report
+from fedlowrank.simulation.records import RunRecord
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(12) % 2
+MULTI_HOT = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]] * 6)
+
+
+def said(y: Any, model: nn.Module, **more: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        made = Federation.from_arrays([(X, y), (X, y)], model, **more)
+    texts = [str(w.message) for w in found]
+    assert all(w.filename == __file__ for w in found)
+    assert [*made.notes, *(made.remarks or ())] == texts
+    # the remarks of a changed federation are the same
+    assert replace(made, name="other").remarks == made.remarks
+    return texts
+
+
+class Functional(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind = nn.Linear(4, 2), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.body(x)
+        found: Tensor = getattr(torch, self.kind)(scores, *([] if self.kind == "sigmoid" else [-1]))
+        return found.unsqueeze(1).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1)),
+            r"client 0: model model ends in a softmax in its layer '1'",
+        ),
+        (nn.Sequential(nn.Linear(4, 2), nn.Sigmoid()), r"ends in a sigmoid in its layer '1' \(Sigmoid\)"),
+        (
+            Functional("softmax"),
+            r"client 0: model model ends in a softmax, but the loss is the cross-entropy",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 10)),
+            r"makes 10 scores in its layer '1' \(Linear\).*are 2 classes",
+        ),
+        (nn.Sequential(nn.Linear(4, 10), nn.Softmax(-1)), r"ends in a softmax.*; it makes 10 scores"),
+    ],
+)
+def test_a_model_for_another_loss_or_other_classes(model: nn.Module, says: str) -> None:
+    (text,) = said(Y, model)
+    assert re.search(says, text), text
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(4, 2),
+        nn.Linear(4, 3),
+        # a log-softmax of a log-softmax is the same
+        nn.Sequential(nn.Linear(4, 2), nn.LogSoftmax(-1)),
+        nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 2)),
+        nn.Sequential(nn.Linear(4, 5), nn.Softmax(-1), nn.Linear(5, 2)),
+    ],
+)
+def test_usual_models_get_no_remark(model: nn.Module) -> None:
+    assert said(Y, model) == []
+
+
+def test_a_regression_may_end_in_a_softmax_and_named_classes_may_be_many() -> None:
+    assert said(torch.rand(12, 3), nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))) == []
+    assert said(Y, nn.Linear(4, 10), classes=10) == []
+
+
+@pytest.mark.parametrize(
+    ("y", "says"),
+    [
+        (MULTI_HOT, "several classes an example.*regression"),
+        (Y[:, None].double(), r"\[n, 1\] are zeros and ones.*y\[:, 0\]\.long\(\)"),
+        (Y + 1, "smallest label is 1, .*y - 1"),
+    ],
+)
+def test_targets_that_mean_another_loss(y: Tensor, says: str) -> None:
+    (text,) = said(y, nn.Linear(4, 3 if y.ndim == 1 else y.shape[1]))
+    assert re.search(says, text), text
+
+
+def test_usual_targets_get_no_remark() -> None:
+    for y in (MULTI_HOT * 2, torch.ones(12, 2), torch.zeros(12, 1), torch.rand(12, 1)):
+        assert said(y, nn.Linear(4, y.shape[1])) == []
+    assert said(Y + 1, nn.Linear(4, 3), classes=3) == []
+
+
+def test_files_tell_it_too(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X.numpy(), y=MULTI_HOT.numpy())
+    assert any("several classes" in note for note in Arrays(str(tmp_path / "a.npz")).load().notes)
+    (tmp_path / "a.csv").write_text("x,y\n1,0.0\n2,1.0\n3,0.0\n")
+    found = Csv(str(tmp_path / "a.csv"), label="y", task="regression").load()
+    assert any("zeros and ones" in note for note in found.notes)
+
+
+def test_remarks_stand_in_the_run_and_the_report(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="makes 10 scores"):
+        federation = Federation.from_arrays([(X, Y), (X, Y)], nn.Linear(4, 10))
+    simulate("fedavg", federation, rounds=1, folder=tmp_path / "run")
+    record = RunRecord.load(tmp_path / "run")
+    assert ["makes 10 scores" in text for text in record.config["remarks"]] == [True]
+    write_report([record], tmp_path / "page.html")
+    assert "makes 10 scores" in (tmp_path / "page.html").read_text()
+
+
+class Spread(nn.Module):
+    """Divides by the standard deviation of the batch, which a single example does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        scores: Tensor = (
+            h / ((h - h.mean(0)).square().sum(0) / (len(h) - 1)).sqrt() if self.training or len(h) < 3 else h
+        )
+        return scores
+
+
+def client(train: int, test: int) -> dict[str, tuple[Tensor, Tensor]]:
+    return {"train": (X[:train], Y[:train]), "test": (X[:test], Y[:test])}
+
+
+def test_scores_that_are_not_finite_are_wrong_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    clients = [client(12, 2), client(12, 4), client(12, 1)]
+    federation = Federation.from_arrays(clients, Spread())
+    with caplog.at_level(logging.WARNING):
+        result = simulate(FedAvg(optimizer=SGD(lr=0.01)), federation, rounds=3)
+    # argmax of a NaN is 0, which is the label of the first example
+    assert result.accuracy()[2] == 0
+    assert not result.predictions(2)["correct"].any()
+    found = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert len(found) == 1
+    assert "client 2 (" in found[0]
+    assert "1 test example)" in found[0]
+
+
+def test_a_reply_that_is_dropped_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    federation = Federation.from_arrays([client(12, 4), client(1, 4), client(12, 4)], Spread())
+    with caplog.at_level(logging.WARNING):
+        result = simulate(FedAvg(optimizer=SGD(lr=0.01), batch_size=12), federation, rounds=2, on_nan="drop")
+    assert list(result.rounds[-1].lost) == ["1"]
+    found = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(found) == 1
+    assert found[0].startswith("client 1 (1 training example) is left out: ")
+
+
+def test_an_experiment_names_it(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X.numpy(), y=MULTI_HOT.numpy())
+    fields = {
+        "data": {"source": "arrays", "path": str(tmp_path / "a.npz")},
+        "partition": {"clients": 2},
+        "model": {"names": ["linear"]},
+    }
+    assert any("several classes" in note for note in ExperimentConfig.parse(fields).federation().notes)
