@@ -152,8 +152,12 @@ def test_the_command_line_keeps_the_noise_of_a_private_run(capsys: Capsys) -> No
 def test_a_damaged_configuration(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=1")
     path = Path("runs/small/fedavg-s0/run.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "run": 5}))
-    assert "run was 5" in refused(capsys, "resume", "runs/small/fedavg-s0")
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "run": 5}))
+    assert "run.json is damaged or was changed by hand" in refused(capsys, "resume", str(path.parent))
+    del stored["digest"]
+    path.write_text(json.dumps({**stored, "run": 5}))
+    assert "run.json is damaged: run must be a table, not 5" in refused(capsys, "resume", str(path.parent))
 
 
 def test_a_field_is_named_with_both_values_also_where_one_is_the_default(capsys: Capsys) -> None:

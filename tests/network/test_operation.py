@@ -208,7 +208,7 @@ def test_nesting_without_end_is_an_error_and_no_traceback(
         size = len(deep).to_bytes(8, "big") if place.endswith(".checkpoint") else b""
         content = deep.encode() + size
         next(out.rglob(place)).write_bytes(gzip.compress(content) if place == METRICS else content)
-        arguments = ["report" if place == "status.json" else "resume", str(out)]
+        arguments = ["report" if place in ("status.json", METRICS) else "resume", str(out)]
     assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: ")

@@ -51,6 +51,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def status(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    del found["digest"]
     return found
 
 

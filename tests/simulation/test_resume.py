@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import Federation, simulate
+from fedlowrank import Federation, load_rounds, load_runs, simulate
 from fedlowrank.cli.main import main
 from fedlowrank.config.comparison import PlannedRun, find_changes
 from fedlowrank.config.experiment import ExperimentConfig
@@ -508,6 +508,7 @@ def without_new_settings(folder: Path) -> None:
         (config["model"], "head"), (fields, "mu"), (fields["optimizer"]["schedule"], "warmup"),
     ]:  # fmt: skip
         del table[name]
+    del config["digest"]
     (folder / "run.json").write_text(json.dumps(config))
 
 
@@ -588,7 +589,7 @@ def test_a_damaged_table_of_contents_is_named(tmp_path: Path, table: Any) -> Non
 
 
 def gzip_lines(rows: list[str]) -> bytes:
-    return b"".join(gzip.compress(row.encode()) for row in rows)
+    return b"".join(gzip.compress(row.encode(), mtime=0) for row in rows)
 
 
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
@@ -616,35 +617,110 @@ def test_records_that_are_not_compressed_are_read_and_gone_on_with(tmp_path: Pat
     assert len(found[0]) == rounds + 1
 
 
-@pytest.mark.parametrize("damage", ["short", "no JSON", "another object", "missing", "not compressed"])
-def test_damaged_metrics_are_named(tmp_path: Path, damage: str) -> None:
-    folder = whole_run(tmp_path / "run", **TINY)
+@pytest.mark.parametrize("rounds", [TINY["rounds"], 5])
+@pytest.mark.parametrize(
+    "damage", ["short", "a gap", "no JSON", "another object", "missing", "not compressed"]
+)
+def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
+    tmp_path: Path, damage: str, rounds: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = {**TINY, "evaluate_every": 1}
+    whole = simulate("lg_fedavg", tiny(), folder=tmp_path / "whole", **{**how, "rounds": rounds})
+    folder = whole_run(tmp_path / "run", **how)
     path = folder / METRICS
     text = [line.decode() for line in read_lines(folder)]
+    rows, lost = {
+        "short": (text[:2], [2, 3]),
+        "a gap": ([text[0], *text[2:]], [1]),
+        "no JSON": ([text[0], text[1][:20] + "\n", *text[2:]], [1]),
+        "another object": ([text[0], '{"color": 1}\n', *text[2:]], [1]),
+        "missing": ([], [0, 1, 2, 3]),
+        "not compressed": (text, [0, 1, 2, 3]),
+    }[damage]
+    path.write_bytes("".join(rows).encode() if damage == "not compressed" else gzip_lines(rows))
     if damage == "missing":
         path.unlink()
+    named = {1: "round 1 is", 2: "rounds 2 to 3 are", 4: "rounds 0 to 3 are"}[len(lost)]
+    if damage in ("short", "a gap"):
+        found = RunRecord.load(folder)
+        assert found.missing == tuple(lost)
+        assert load_runs(folder)["round"].unique().tolist() == [t for t in range(4) if t not in lost]
+        assert f"{named} lost; they have no rows" in caplog.text
     else:
-        rows = {
-            "short": text[:2],
-            "no JSON": [text[0], text[1][:20] + "\n", *text[2:]],
-            "not compressed": text,
-            "another object": [text[0], '{"color": 1}\n', *text[2:]],
-        }[damage]
-        path.write_bytes("".join(rows).encode() if damage == "not compressed" else gzip_lines(rows))
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
-        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl.*resume"):
+            RunRecord.load(folder)
+    result = simulate("lg_fedavg", tiny(), folder=folder, resume=True, **{**how, "rounds": rounds})
+    assert f"{named} lost" in caplog.text
+    # what is known again is as it was, and the states are those of an unbroken run
+    kept = {r.round: r for r in RunRecord.load(folder).rounds}
+    assert {r.round: r.untimed() for r in result.rounds} == {t: r.untimed() for t, r in kept.items()}
+    assert sorted(kept) == [t for t in range(rounds + 1) if t not in lost or t == 3]
+    for t, record in kept.items():
+        if record.restored:
+            assert (t, record.steps) == (3, 0)
+            assert record.accuracy == whole.rounds[t].accuracy
+        else:
+            assert record.untimed() == whole.rounds[t].untimed()
+    assert RunRecord.load(folder).missing == tuple(lost)
+    states = [checkpoint.load(f / "checkpoint") for f in (folder, tmp_path / "whole")]
+    assert tree.encode(states[0].server) == tree.encode(states[1].server)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7"])
-def test_a_damaged_configuration_is_named(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"7", b"null", b'"text"', b"\xff\xfe\x00{", b"[" * 100_000]
+)
+@pytest.mark.parametrize("name", ["run.json", "clients.json", "status.json"])
+def test_a_damaged_table_is_named(
+    tmp_path: Path, name: str, text: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
-    (folder / "run.json").write_text(text)
-    with pytest.raises(CheckpointError):
+    before = rounds_of(folder)
+    (folder / name).write_bytes(text)
+    for command in (["report", str(folder)], ["status", str(folder)]):
+        assert main(command) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert str(folder / name) in said.replace("\n", "")
+        assert len(said) < 1000
+    for reader in (load_runs, load_rounds):
+        with pytest.raises(CheckpointError, match=name):
+            reader(folder)
+    if name == "run.json":
+        for command in ("resume", "predict", "export", "adapters"):
+            assert main([command, str(folder), *(["-o", str(tmp_path / "out")] * (command != "resume"))]) == 1
+            assert name in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match=name):
+            simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+    else:
+        # the run knows what they hold
         simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
-    assert main(["resume", str(folder)]) == 1
-    assert "run.json" in capsys.readouterr().err
+        assert rounds_of(folder) == before
+        assert RunRecord.load(folder).status["state"] in ("finished", "stopped")
+
+
+@pytest.mark.parametrize("name", ["run.json", "clients.json", "status.json", METRICS])
+def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    path, whole = folder / name, RunRecord.load(folder)
+    data = path.read_bytes()
+    # bytes over the whole file, their bits in turn
+    noticed: list[str] = []
+    for at in range(0, len(data), 7):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        try:
+            found = RunRecord.load(folder)
+        except CheckpointError as error:
+            noticed.append(str(error))
+            continue
+        assert found.clients == whole.clients
+        assert found.missing or found.rounds == whole.rounds
+        for mine, other in ((found.config, whole.config), (found.status, whole.status)):
+            # the name of a digest itself may be hit
+            assert {key: mine.get(key) for key in other} == other
+    assert len(noticed) > 0.8 * len(data) // 7
+    assert all(name in said for said in noticed)
 
 
 def test_left_overs_are_removed(tmp_path: Path) -> None:

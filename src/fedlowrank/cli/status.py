@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from ..core.errors import CheckpointError
+from ..simulation.digest import read_sealed
 from ..simulation.lock import is_alive, read_holder
-from ..simulation.records import RunRecord, run_folders
+from ..simulation.records import RunRecord, describe_missing, run_folders
 from .terminal import OUT
 
 
@@ -34,18 +34,22 @@ def row(folder: Path) -> list[str]:
     if run.rounds and run.rounds[-1].lost:
         lost = "; ".join(f"client {client} lost: {why}" for client, why in run.rounds[-1].lost.items())
         message = "; ".join(filter(None, [message, lost]))
-    total = run.config.get("run", {}).get("rounds", "?")
+    if run.missing:
+        message = "; ".join(filter(None, [message, describe_missing(run.missing)]))
+    total = (run.config.get("run") or {}).get("rounds", "?")
     state = str(run.status.get("state", "unknown"))
     return [str(folder), state, f"{done} of {total}", process, _clients(run), message]
 
 
 def _clients(run: RunRecord) -> str:
     """How many clients there are; over a network, how many registered and how many replies were refused."""
+    if not (run.folder / "network.json").exists():
+        return str(len(run.clients))
     try:
-        account: dict[str, Any] = json.loads((run.folder / "network.json").read_text())
+        account = read_sealed(run.folder / "network.json")
         refused = sum(account["refused"].values())
         return f"{len(account['clients'])} of {len(run.clients)} registered, {refused} replies refused"
-    except FileNotFoundError:
-        return str(len(run.clients))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except CheckpointError as error:
+        return str(error)
+    except (LookupError, TypeError, AttributeError) as error:
         return f"network.json is damaged: {error!r}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..simulation.records import CONFIG, read_config
 from ..simulation.run import Run
 from ..simulation.simulate import reopen
 from .experiment import ExperimentConfig
@@ -36,14 +36,9 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:
     """Read ``run.json`` of a run; ``python`` says what to do with one that was made from Python."""
-    try:
-        stored = json.loads((folder / "run.json").read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a run folder: it holds no run.json") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / 'run.json'} is damaged: {error}") from error
-    if not isinstance(stored, dict) or "method" not in stored:
-        raise CheckpointError(f"{folder / 'run.json'} is damaged: it is not the configuration of a run")
+    stored = read_config(folder)
+    if "method" not in stored:
+        raise CheckpointError(f"{folder / CONFIG} is damaged: it is not the configuration of a run")
     if "experiment" not in stored:
         raise CheckpointError(f"{folder} was made from Python; {python}")
     return stored

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.errors import ConfigError
-from ..simulation.records import RoundRecord, RunRecord
+from ..core.errors import CheckpointError, ConfigError
+from ..simulation.records import RoundRecord, RunRecord, describe_missing
 from .comparison import PlannedRun
 from .experiment import ExperimentConfig, MethodSettings
 from .merging import join_fields, merge_tables
@@ -174,7 +174,12 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> Score | Non
 
     Raises:
         ConfigError: if no client has validation examples.
+        CheckpointError: if records of rounds are lost.
     """
+    if run.missing:
+        raise CheckpointError(
+            f"{run.folder}: {describe_missing(run.missing)}, so that it has no score. Remove the folder and tune again."
+        )
     apart = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
     found = [score for record in run.rounds if (score := _validation(record, apart, series)) is not None]
     if not found:

@@ -19,6 +19,7 @@ from ..core.files import as_checkpoint_error, write_json
 from ..simulation import checkpoint
 from ..simulation.digest import check_seal, sealed
 from ..simulation.lock import exclusive
+from ..simulation.records import read_clients
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +121,7 @@ def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
     account = Account.read(folder)
     kept = checkpoint.rounds_kept(folder / "checkpoint")
     target = kept[-1] if round is None else round
-    with as_checkpoint_error(f"cannot read {folder / 'clients.json'}"):
-        clients = len(json.loads((folder / "clients.json").read_text()))
+    clients = len(read_clients(folder))
     for client in without:
         if not 0 <= client < clients:
             raise ConfigError(f"--without {client}: clients go from 0 to {clients - 1}")

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from ..simulation.records import RoundRecord, RunRecord
+from ..simulation.records import RoundRecord, RunRecord, describe_missing
 from .formats import one_line
 from .frame import (
     client_column,
@@ -303,6 +303,8 @@ class Run:
         if state != "finished":
             trained = self.record.rounds[-1].round if self.record.rounds else 0
             found.append(f"{state} at round {self.record.status.get('rounds', trained)}")
+        if self.record.missing:
+            found.append(f"{describe_missing(self.record.missing)}, and costs are without them")
         measure = self.measure or ACCURACY
         scored = self.curve(self.headline, measure)
         if scored.empty:

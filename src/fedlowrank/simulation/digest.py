@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..core.files import read_json, write_json
 
 KEY = "digest"
 """Where a sealed table holds the digest of all else that is in it."""
@@ -42,9 +44,29 @@ def check_seal(table: Mapping[str, Any], name: object) -> None:
     """
     if table.get(KEY) != _content(table):
         raise CheckpointError(
-            f"{name} is damaged: its digest is {str(table.get(KEY))[:40]}, but its content has "
-            f"{_content(table)}. Restore it from a copy."
+            f"{name} is damaged or was changed by hand: its digest is {str(table.get(KEY))[:40]}, but its content "
+            f"has {_content(table)}. Restore it from a copy."
         )
+
+
+def write_sealed(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a table of JSON with its digest, atomically."""
+    write_json(path, sealed(table))
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read a table that :func:`write_sealed` wrote, without its digest.
+
+    A table without a digest, written by hand, is taken as it is.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged.
+    """
+    table = read_json(path, dict)
+    if KEY in table:
+        check_seal(table, path)
+        del table[KEY]
+    return table
 
 
 def _content(table: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +13,9 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from .records import Accuracy, RoundRecord, RunRecord
+from .records import Accuracy, RoundRecord, RunRecord, describe_missing
+
+logger = logging.getLogger(__name__)
 
 KEYS = ("round", "client", "unseen", "hostile", "series", "split", "n")
 
@@ -253,7 +256,11 @@ def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
     kept = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
     if not kept:
         raise CheckpointError(f"{root} holds no run: neither it nor a folder below it has a run.json")
-    return [(root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in kept]
+    found = [(root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in kept]
+    for _, record in found:
+        if record.missing:
+            logger.warning("%s: %s; they have no rows", record.folder, describe_missing(record.missing))
+    return found
 
 
 def _labeled(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:

@@ -7,7 +7,6 @@ records alone, so it never changes a result.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import time
 import warnings
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.files import write_json
 from .callbacks import Callback
+from .digest import read_sealed, write_sealed
 from .progress import run_label
 from .records import RoundRecord
 from .scalars import scalars
@@ -150,15 +149,14 @@ class Logger(Callback, ABC):
 
     def keep_identifier(self, identifier: str) -> None:
         """Store the identifier in the run folder, so that a resumed run goes on where it was."""
-        write_json(self.folder / IDENTIFIERS, {**self._identifiers(), self.name: identifier})
+        write_sealed(self.folder / IDENTIFIERS, {**self._identifiers(), self.name: identifier})
 
     def _identifiers(self) -> dict[str, Any]:
         path = self.folder / IDENTIFIERS
         try:
-            found = json.loads(path.read_text()) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}. Remove it to log to a new run.") from error
-        return found if isinstance(found, dict) else {}
+            return read_sealed(path) if path.exists() else {}
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Or remove it to log to a new run.") from error
 
 
 class TensorBoardLogger(Logger):

@@ -1,7 +1,7 @@
 """What a run leaves behind: one folder, readable by a person and by the report.
 
-RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the
-                      experiment has any
+RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment
+                      has any, the digest of clients.json, and its own
 RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts, true cluster
                       (null if unknown), whether it never trains
 RUN/metrics.jsonl.gz  one :class:`RoundRecord` a line; round 0 is the state before any training;
@@ -21,7 +21,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,20 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from ..core.errors import CheckpointError
+from ..core.files import as_checkpoint_error, parse_json
+from .digest import digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
 
 FORMAT = 1
+
+CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
+"""Names of the small files."""
+
+CLIENTS_DIGEST = "clients_digest"
+"""Where ``run.json`` has the digest of ``clients.json``."""
+
+CHECKPOINTS = "checkpoint/*.checkpoint"
+"""Files of a run folder whose name is the number of completed rounds."""
 
 METRICS = "metrics.jsonl.gz"
 """Name of the file of records. Every line is a gzip member of its own, appended by one write."""
@@ -67,6 +78,8 @@ class RoundRecord:
         simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
         metrics: those of ``run.metrics`` by name, each in the same form, to six significant digits; None for
             a client where a metric is not defined. None as a whole without such metrics or evaluation.
+        restored: True if the record was lost and only the evaluation was repeated from a checkpoint: what the
+            round cost is not known; else None.
         routes: of every client its share of each cluster; None if the method has no clusters, or without
             evaluation.
         parameters: of each series, how many numbers the model of each client takes
@@ -98,11 +111,12 @@ class RoundRecord:
     metrics: dict[str, Accuracy] | None = None
     simulated_seconds: float | None = None
     apart: list[int] | None = None
+    restored: bool | None = None
 
     def to_json(self) -> str:
         """One line of JSON; of a subset of clients it holds the numbers of those that were evaluated."""
         fields = self._map_tables(lambda row: [row[i] for i in self.evaluated or ()])
-        for name in ("metrics", "simulated_seconds", "apart"):
+        for name in ("metrics", "simulated_seconds", "apart", "restored"):
             if fields[name] is None:
                 # as in the lines of earlier versions
                 del fields[name]
@@ -186,8 +200,10 @@ class RunRecord:
         folder: where it lies.
         config: contents of ``run.json``.
         clients: contents of ``clients.json``.
-        rounds: contents of :data:`METRICS`.
+        rounds: contents of :data:`METRICS`, in ascending order.
         status: contents of ``status.json``.
+        missing: rounds that were completed and of which :data:`METRICS` has lost the record, or all of it but the
+            evaluation.
     """
 
     folder: Path
@@ -195,6 +211,7 @@ class RunRecord:
     clients: list[dict[str, Any]]
     rounds: list[RoundRecord]
     status: dict[str, Any]
+    missing: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
@@ -203,25 +220,99 @@ class RunRecord:
         Raises:
             CheckpointError: if the folder or a file in it is missing, damaged or of another format.
         """
-        if not (folder / "run.json").is_file():
-            raise CheckpointError(f"{folder} is not a run folder: it holds no run.json")
+        config = read_config(folder)
+        clients = read_clients(folder)
+        status = read_sealed(folder / STATUS)
+        # before the records, for a run that goes on has its records before its checkpoint
+        completed = _completed(folder, status)
         try:
-            config = json.loads((folder / "run.json").read_text())
-            clients = json.loads((folder / "clients.json").read_text())
-            status = believed(folder, json.loads((folder / "status.json").read_text()))
             rounds = [RoundRecord.from_json(line, len(clients)) for line in read_lines(folder)]
         except (OSError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{folder / METRICS} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
+                "which keeps the rounds that can be read."
+            ) from error
+        numbers = [record.round for record in rounds]
+        if numbers != sorted(set(numbers)):
+            raise CheckpointError(f"{folder / METRICS} is damaged: its rounds are {numbers}, not ascending")
         if config.get("format") != FORMAT:
             raise CheckpointError(
                 f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
             )
-        return cls(folder, config, clients, rounds, status)
+        known = {record.round for record in rounds if not record.restored}
+        missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
+        return cls(folder, config, clients, rounds, believed(folder, status), missing)
 
     def representations(self) -> dict[str, Tensor] | None:
         """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them."""
         path = self.folder / "representations.safetensors"
         return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of ``run.json`` in a run folder, without digests.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a run folder: it holds no {CONFIG}")
+    config = read_sealed(path)
+    for name in ("method", "run", "models", "vary", "reference"):
+        if not isinstance(config.get(name), dict | None):
+            raise CheckpointError(f"{path} is damaged: {name} must be a table, not {config[name]!r:.40}")
+    config.pop(CLIENTS_DIGEST, None)
+    return config
+
+
+def read_clients(folder: Path) -> list[dict[str, Any]]:
+    """The rows of ``clients.json`` in a run folder, compared with the digest in ``run.json``.
+
+    Raises:
+        CheckpointError: if one of these files is missing or damaged.
+    """
+    path, expected = folder / CLIENTS, read_sealed(folder / CONFIG).get(CLIENTS_DIGEST)
+    with as_checkpoint_error(f"cannot read {path}"):
+        data = path.read_bytes()
+    rows = parse_json(data, path, list)
+    if not all(isinstance(row, dict) for row in rows):
+        raise CheckpointError(f"{path} is damaged: it must hold a table for each client")
+    if expected is not None and digest_of(data) != expected:
+        raise CheckpointError(
+            f"{path} is damaged or was changed by hand: it has another digest than when it was written. Restore "
+            "it from a copy, or resume the run, which writes it again."
+        )
+    return rows
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write ``run.json`` with its digest and that of ``clients.json``, which must exist."""
+    with as_checkpoint_error(f"cannot read {folder / CLIENTS}"):
+        clients = digest_of((folder / CLIENTS).read_bytes())
+    write_sealed(folder / CONFIG, {**config, CLIENTS_DIGEST: clients})
+
+
+def _completed(folder: Path, status: Mapping[str, Any]) -> int:
+    """Rounds that a run has surely completed: those of its last checkpoint, or of its end."""
+    saved = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
+    # a run that an error stopped may have counted a round that has no record
+    ended = status.get("rounds") if status.get("state") != "stopped" else 0
+    return max([0, *saved, *([ended] if isinstance(ended, int) else ())])
+
+
+def describe_missing(rounds: Sequence[int]) -> str:
+    """Say which rounds have no record, such as ``the records of rounds 3 to 7 and 9 are lost``."""
+    spans: list[list[int]] = []
+    for t in rounds:
+        if spans and spans[-1][-1] == t - 1:
+            spans[-1][1:] = [t]
+        else:
+            spans.append([t])
+    texts = [" to ".join(map(str, span)) for span in spans]
+    listed = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    what = "record of round" if len(rounds) == 1 else "records of rounds"
+    return f"the {what} {listed} {'is' if len(rounds) == 1 else 'are'} lost"
 
 
 def read_lines(folder: Path) -> list[bytes]:
@@ -242,6 +333,29 @@ def read_lines(folder: Path) -> list[bytes]:
         for line in file:
             lines.append(line)  # noqa: PERF402 - lines before an incomplete one are kept
     return lines
+
+
+def salvage_lines(folder: Path) -> list[bytes]:
+    """The lines of a damaged :data:`METRICS` whose checksum is right; none if there is no such file.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    path, lines = folder / METRICS, []
+    if not path.exists():
+        return []
+    # every line is a gzip member, which begins with the same bytes
+    for part in path.read_bytes().split(_MEMBER)[1:]:
+        member = zlib.decompressobj(wbits=31)
+        with contextlib.suppress(zlib.error):
+            line = member.decompress(_MEMBER + part)
+            if member.eof:
+                lines.append(line)
+    return lines
+
+
+_MEMBER = b"\x1f\x8b\x08" + bytes(5)
+"""How a gzip member without a name and a time begins."""
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import time
@@ -17,18 +18,34 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
-from ..core.files import as_checkpoint_error, write_atomically, write_json, write_json_rows
+from ..core.files import as_checkpoint_error, encode_json_rows, write_atomically
 from ..core.method import Method
 from ..core.version import __version__
 from ..models.coupling import mixes_examples
 from ..trust.budget import LEDGER
 from . import checkpoint
 from .client_store import LazyMapping
+from .digest import read_sealed, write_sealed
 from .lock import exclusive
-from .records import FORMAT, METRICS, RoundRecord, read_lines
+from .records import (
+    CLIENTS,
+    CONFIG,
+    FORMAT,
+    METRICS,
+    STATUS,
+    RoundRecord,
+    describe_missing,
+    read_clients,
+    read_config,
+    read_lines,
+    salvage_lines,
+    write_config,
+)
 from .run import Run
 from .settings import RunSettings
 from .stored_settings import add_defaults
+
+logger = logging.getLogger(__name__)
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes", "remarks", "plan",
@@ -89,11 +106,11 @@ class RunFolder:
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
         self._lock.enter_context(exclusive(self.path))
-        write_json_rows(self.path / "clients.json", self.clients)
+        write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
         write_atomically(self.path / METRICS, b"")
         self.status("running", 0)
         # last, for a folder counts as a run once it holds this file
-        write_json(self.path / "run.json", self.config)
+        write_config(self.path, self.config)
 
     @staticmethod
     def taken(path: Path) -> str:
@@ -120,7 +137,7 @@ class RunFolder:
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
         """Say how the run stands."""
-        write_json(self.path / "status.json", {"state": state, "rounds": rounds, "message": message})
+        write_sealed(self.path / STATUS, {"state": state, "rounds": rounds, "message": message})
 
     def is_finished(self) -> bool:
         """Whether the run came to its end and said so."""
@@ -128,13 +145,7 @@ class RunFolder:
 
     def read_status(self) -> dict[str, Any]:
         """Read ``status.json``."""
-        with as_checkpoint_error(f"cannot read {self.path / 'status.json'}"):
-            found = (self.path / "status.json").read_text()
-        try:
-            status = json.loads(found)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / 'status.json'} is damaged: {error}") from error
-        return status if isinstance(status, dict) else {}
+        return read_sealed(self.path / STATUS)
 
     @staticmethod
     def has_begun(path: Path) -> bool:
@@ -162,7 +173,7 @@ class RunFolder:
 
     def reconfigure(self) -> None:
         """Write the configuration again, where only what is free to change has changed."""
-        write_json(self.path / "run.json", self.config)
+        write_config(self.path, self.config)
 
     def is_due(self, round: int, settings: RunSettings) -> bool:
         """Whether a checkpoint follows a round: the first, the last, and those by the settings."""
@@ -207,10 +218,7 @@ class RunFolder:
         Raises:
             CheckpointError: if the configuration or the data changed; the message names the field.
         """
-        try:
-            stored = json.loads((self.path / "run.json").read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path} is not a run folder that can be resumed: {error}") from error
+        stored = read_config(self.path)
         changes = changes_of(stored, self.config, run.method)
         if changes:
             raise CheckpointError(
@@ -219,32 +227,33 @@ class RunFolder:
                 + ". Set these back, or start a new run in another folder."
             )
         run.restore(checkpoint.load(self.path / which, run.new_store()))
-        found: dict[str, Any] = stored
-        return found
+        return stored
 
     def restore(self, run: Run) -> list[RoundRecord]:
         """Put a run where its last checkpoint was, to go on from there.
 
+        The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their
+        content is known, and a warning says what is lost.
+
         Returns:
-            The records of the rounds until then.
+            The records of the rounds until then that could be read.
 
         Raises:
-            CheckpointError: as :meth:`read`, or if the records are damaged.
+            CheckpointError: as :meth:`read`.
             FolderInUseError: if another process writes it.
         """
-        if (self.path / "run.json").exists():
+        if (self.path / CONFIG).exists():
             self._lock.enter_context(exclusive(self.path))
         stored = self.read(run)
-        try:
-            lines = read_lines(self.path)[: run.round + 1]
-            records = [RoundRecord.from_json(line, len(self.clients)) for line in lines]
-        except (OSError, zlib.error, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / METRICS} is missing or damaged: {error}") from error
-        if [r.round for r in records] != list(range(run.round + 1)):
-            raise CheckpointError(f"{self.path / METRICS} lacks rounds that the checkpoint holds")
-        if len(records) > 1:
-            run.plan_evaluations(records[1].flops)
-        if self.config != stored:
+        is_damaged = self._repair_tables(run)
+        records, missing = self._read_records(run)
+        if flops := next((r.flops for r in records if r.flops), 0):
+            run.plan_evaluations(flops)
+        if run.round in missing:
+            last = RoundRecord(round=run.round, restored=True)
+            # over a network the clients evaluate, at the end of the next round
+            records.append(last if run.evaluates_late else run.evaluate_last(last))
+        if self.config != stored or is_damaged:
             self.reconfigure()
         checkpoint.tidy(self.path / "checkpoint")
         if self._ended_early(run, stored):
@@ -253,7 +262,52 @@ class RunFolder:
             # rounds after the checkpoint will be done again
             self.rewrite(records)
             self.status("running", run.round)
+        if missing:
+            self.rewrite(records)
         return records
+
+    def _repair_tables(self, run: Run) -> bool:
+        """Write ``clients.json`` and ``status.json`` again if they are damaged; whether they were."""
+        is_damaged = False
+        try:
+            read_clients(self.path)
+        except CheckpointError as error:
+            logger.warning("%s It is written again.", error)
+            write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
+            is_damaged = True
+        try:
+            self.read_status()
+        except CheckpointError as error:
+            logger.warning("%s It is written again.", error)
+            self.status("stopped", run.round, "its former status was lost")
+            is_damaged = True
+        return is_damaged
+
+    def _read_records(self, run: Run) -> tuple[list[RoundRecord], list[int]]:
+        """The records until the checkpoint, and the rounds whose records are lost."""
+        damage = ""
+        try:
+            lines = read_lines(self.path)
+            found = [RoundRecord.from_json(line, len(self.clients)) for line in lines]
+        except (OSError, zlib.error, ValueError, TypeError, RecursionError) as error:
+            damage, found = f": {error}", []
+            with as_checkpoint_error(f"cannot read {self.path / METRICS}"):
+                lines = salvage_lines(self.path)
+            for line in lines:
+                with contextlib.suppress(ValueError, TypeError, RecursionError):
+                    found.append(RoundRecord.from_json(line, len(self.clients)))
+        by_round = {record.round: record for record in found if record.round <= run.round}
+        missing = [t for t in range(run.round + 1) if t not in by_round]
+        if missing:
+            logger.warning(
+                "%s is missing or damaged%s: %s, with their results and costs. The run goes on from its checkpoint "
+                "after round %d with the same bits. For all records, run it again from the start in another folder.",
+                self.path / METRICS,
+                damage,
+                describe_missing(missing),
+                run.round,
+            )
+        return [by_round[t] for t in sorted(by_round)], missing
 
     def _ended_early(self, run: Run, stored: Mapping[str, Any]) -> bool:
         """Whether the run finished where it stands, and no setting asks for more than it did then."""
