@@ -157,7 +157,7 @@ def _plan_of(cls: Any) -> _Plan | None:
         fields = [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
         names, none = [f.name for f in fields], dataclasses.MISSING
         plan = None
-        if dataclasses.is_dataclass(cls) and list(inspect.signature(cls.__init__).parameters)[1:] == names:
+        if dataclasses.is_dataclass(cls) and list(inspect.signature(cls).parameters) == names:
             known = _resolve_hints(cls, names)
             hints = {name: known.get(name, Any) for name in names}
             needed = [f.name for f in fields if f.default is none and f.default_factory is none]
@@ -225,7 +225,7 @@ def _fit(hint: Any, value: Any) -> Any:
             raise _WrongValueError(f": input should be a dict; it is {_show(value)}")
         found = {key: _fit(inner[1], one) for key, one in value.items()}
         return value if all(found[key] is one for key, one in value.items()) else found
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and not isinstance(value, hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and not isinstance(value, hint):
         raise _WrongValueError(f" must be {_name(hint)}(...), not {_show(value)}")
     return value
 
