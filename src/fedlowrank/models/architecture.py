@@ -13,6 +13,7 @@ from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
 from .complex_parameters import as_real, complex_names, with_complex
+from .fingerprint import describe_layers, digest_frozen
 from .local_statistics import LocalStatistics, current_statistics
 from .normalization import (
     FunctionalModule,
@@ -52,6 +53,8 @@ class Architecture:
             ``[..., 2]``.
         complex: names of the complex parameters.
         parameters: the number of all, frozen ones included; a complex number counts as two.
+        layers: a line for each layer that says what it is, when the architecture was made; see
+            :mod:`.fingerprint`.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
@@ -75,6 +78,8 @@ class Architecture:
     def _inspect(self, name: str, module: nn.Module, example: Any, head: str | None) -> None:
         """Find out what the module consists of and check that it can be used so."""
         self.name = name
+        # before anything runs it, for a forward pass may leave something in attributes
+        self.layers = describe_layers(module)
         self.module = module.eval()
         modules = dict(module.named_modules())
         refuse_instance_statistics(name, module)
@@ -138,6 +143,10 @@ class Architecture:
         counters = {n.removesuffix("running_mean") + "num_batches_tracked" for n in self.statistics}
         own = counters.union(self.statistics)
         return {n: b.detach().clone() for n, b in self.module.named_buffers() if n not in own}
+
+    def digest_frozen(self) -> str:
+        """Digest of the frozen parameters and initial buffers, which belong to the code."""
+        return digest_frozen(self.module, self.buffers)
 
     @property
     def is_standard(self) -> bool:

@@ -298,7 +298,7 @@ def _completed(folder: Path, status: Mapping[str, Any]) -> int:
     saved = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
     # a run that an error stopped may have counted a round that has no record
     ended = status.get("rounds") if status.get("state") != "stopped" else 0
-    return max([0, *saved, *([ended] if isinstance(ended, int) else ())])
+    return max(0, *saved, ended if isinstance(ended, int) else 0)
 
 
 def describe_missing(rounds: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from ..core.files import as_checkpoint_error, encode_json_rows, write_atomically
 from ..core.method import Method
 from ..core.version import __version__
 from ..models.coupling import mixes_examples
+from ..models.fingerprint import compare_layers
 from ..trust.budget import LEDGER
 from . import checkpoint
 from .client_store import LazyMapping
@@ -368,6 +369,8 @@ def _rounds(config: Any) -> Any:
 def differences(stored: Any, now: Any, path: str = "") -> list[str]:
     """Dotted fields in which two configurations differ, each with both values."""
     if isinstance(stored, dict) and isinstance(now, dict):
+        if path == "models":
+            return _model_differences(stored, now)
         found: list[str] = []
         for key in sorted({*stored, *now}, key=str):
             here = f"{path}.{key}" if path else str(key)
@@ -386,6 +389,29 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
             f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"
         ]
     return [f"{path} was {stored!r} and is {now!r}"]
+
+
+def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In which layers the models of two configurations differ, by name of the architecture."""
+    found = []
+    for name in sorted({*stored, *now}):
+        if name not in stored or name not in now:
+            found.append(f"model {name} is only in the {'stored' if name in stored else 'new'} configuration")
+            continue
+        before, after = stored[name], now[name]
+        layers = compare_layers(before.get("layers") or {}, after["layers"])
+        found += [f"model {name}: {text}" for text in layers]
+        if not layers and before.get("frozen") != after.get("frozen"):
+            found.append(
+                f"model {name}: its frozen parameters or buffers have other values. No checkpoint holds them; load "
+                "the weights that the run was made with"
+            )
+        elif not layers:
+            old, new = (
+                {k: v for k, v in m.items() if k not in ("layers", "frozen")} for m in (before, after)
+            )
+            found += differences(old, new, f"models.{name}")
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,7 @@ from ..core.method import Method
 from ..data.federation import Federation
 from ..engines import ENGINES
 from ..methods import METHODS
+from ..models.architecture import Architecture
 from ..trust.protection import Protected
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
 from .loggers import check_loggers
@@ -167,9 +168,7 @@ def describe(
             "fields": dataclasses.asdict(method),
         },
         "run": dataclasses.asdict(settings),
-        "models": {
-            n: {"parameters": a.parameters, "head": a.head_name} for n, a in federation.architectures.items()
-        },
+        "models": {n: _describe_model(a, federation) for n, a in federation.architectures.items()},
         "classes": list(federation.classes),
         "notes": list(federation.notes),
         "fingerprint": federation.fingerprint(),
@@ -185,6 +184,18 @@ def describe(
 def _remarks(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> list[str]:
     """What a user should know of how data, models and method fit together."""
     return [*(federation.remarks or ()), *method.remarks(federation.task(settings.rounds))]
+
+
+def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:
+    """What a model is: its layers, and a digest of the tensors that belong to its code."""
+    # the base of a language model has a digest of its own
+    frozen = "" if federation.companion is not None else architecture.digest_frozen()
+    return {
+        "parameters": architecture.parameters,
+        "head": architecture.head_name,
+        "frozen": frozen,
+        "layers": architecture.layers,
+    }
 
 
 def _settings(given: dict[str, Any], federation: Federation, method: type[Any]) -> RunSettings:

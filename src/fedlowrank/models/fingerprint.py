@@ -1,0 +1,286 @@
+"""What a module is, in words: one line for each layer, by which a resumed run recognizes its model.
+
+A line holds the class, its options (attributes with plain values, such as ``p`` of a dropout, and functions such as
+an activation), parameters and buffers with type and shape, and which of them are frozen or tied. Of classes and
+functions that are not part of an installed package it also holds a digest of their code: the source without comments,
+docstrings and layout, with the values and functions that it captured from outside.
+
+Not covered are the code of installed packages, whose versions ``run.json`` has beside, files that a forward pass
+reads, and the values of tensors; for those of frozen tensors see :func:`digest_frozen`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import inspect
+import io
+import linecache
+import sys
+import sysconfig
+import textwrap
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = bool, int, float, complex, str, bytes, torch.dtype, type(None)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_BASE = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, hooks and so on."""
+
+
+def describe_layers(module: nn.Module) -> dict[str, str]:
+    """Describe every layer of a module by one line.
+
+    Args:
+        module: with parameters of known shapes.
+
+    Returns:
+        The lines by dotted name of the layer; the module itself has the name ``""``.
+    """
+    named: dict[int, str] = {}
+    layers: dict[int, str] = {}
+    found = {}
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if id(layer) in layers:
+            found[path] = f"the same layer as {layers[id(layer)]!r}"
+            continue
+        layers[id(layer)] = path
+        found[path] = "; ".join([_describe_class(layer), *_describe_tensors(path, layer, named)])
+    return found
+
+
+def compare_layers(stored: Mapping[str, str], now: Mapping[str, str], limit: int = 3) -> list[str]:
+    """Say in which layers two descriptions differ, the first ``limit`` of them.
+
+    Args:
+        stored: of :func:`describe_layers`, of the model before.
+        now: of the model at present.
+        limit: layers that are named.
+    """
+    found = []
+    for path in dict.fromkeys([*stored, *now]):
+        name = f"layer {path!r}" if path else "the model itself"
+        if path not in now or path not in stored:
+            where = "stored" if path in stored else "new"
+            found.append(f"{name} is only in the {where} model: {(stored if path in stored else now)[path]}")
+        elif stored[path] != now[path]:
+            before, after = _parts_that_differ(stored[path], now[path])
+            found.append(f"{name} was {before} and is {after}")
+    more = len(found) - limit
+    return [*found[:limit], *([f"and {more} more layers differ"] if more > 0 else [])]
+
+
+def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
+    """Digest of the values that a model takes from its module, which no checkpoint holds.
+
+    Args:
+        module: its frozen parameters count.
+        buffers: initial values of buffers that belong to the model.
+    """
+    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+    state = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted({**frozen, **buffers}.items()):
+        state.update(f"{name} {_form(tensor)}".encode())
+        state.update(_bytes_of(tensor))
+    return state.hexdigest()
+
+
+def _parts_that_differ(before: str, after: str) -> tuple[str, str]:
+    """Two lines without the parts that both have, unless these are all of one."""
+    one, other = before.split("; "), after.split("; ")
+    mine, theirs = ([p for p in a if p not in b] for a, b in ((one, other), (other, one)))
+    # the class says which layer it is
+    return "; ".join(mine or one), "; ".join(theirs or other)
+
+
+def _describe_class(layer: nn.Module) -> str:
+    cls = type(layer)
+    own = [c for c in cls.__mro__ if not _is_installed(c.__module__)]
+    options = []
+    for name, value in sorted(vars(layer).items()):
+        # of installed classes, private attributes are derived or notes of a library
+        if name in _BASE or (name.startswith("_") and not own):
+            continue
+        options.append(f"{name}={_describe(value, ())}")
+    text = f"{cls.__name__}({', '.join(options)})"
+    return f"{text}; code {_digest(_describe_code(own))}" if own else text
+
+
+def _describe_tensors(path: str, layer: nn.Module, named: dict[int, str]) -> Iterator[str]:
+    for kind, tensors in (("", layer._parameters), ("buffer ", layer._buffers)):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                yield f"no {kind}{name}"
+            elif id(tensor) in named:
+                yield f"{kind}{name} tied to {named[id(tensor)]}"
+            else:
+                named[id(tensor)] = f"{path}.{name}" if path else name
+                is_frozen = not kind and not tensor.requires_grad
+                yield f"{kind}{name} {_form(tensor)}{' frozen' if is_frozen else ''}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    whole = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    if whole.numel() == 0:
+        return b""
+    return whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to Python, to this package or to an installed one."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("torch", "fedlowrank"):
+        return top != "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+
+
+def _describe(value: Any, within: tuple[Any, ...]) -> str:
+    """A value as text that is equal in another process; objects without a plain value by their class."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if any(value is outer for outer in within):
+        return "itself"
+    within = (*within, value)
+    if isinstance(value, Tensor):
+        return f"{_form(value)} {hashlib.blake2b(_bytes_of(value), digest_size=6).hexdigest()}"
+    if isinstance(value, Mapping):
+        pairs = (f"{_describe(k, within)}: {_describe(v, within)}" for k, v in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(_describe(v, within) for v in value)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_describe(v, within) for v in value) + "]"
+    if isinstance(value, functools.partial):
+        return f"partial({_describe([value.func, *value.args, value.keywords], within)})"
+    if isinstance(value, MethodType):
+        return f"{_describe(value.__func__, within)} of {_describe(value.__self__, within)}"
+    if isinstance(value, FunctionType):
+        return _describe_function(value, within)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return f"{type(value).__name__}{_describe(fields, within)}"
+    # functions of torch that are written in C, classes, and objects
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
+def _describe_function(function: FunctionType, within: tuple[Any, ...] = ()) -> str:
+    """Name of a function of a package, or name and digest of one's own with what it captured."""
+    if _is_installed(function.__module__ or ""):
+        return function.__qualname__
+    within = (*within, function)
+    captured: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            captured[name] = cell.cell_contents
+        except ValueError:
+            captured[name] = "not bound"
+    for name in sorted(_global_names(function.__code__)):
+        value = function.__globals__.get(name)
+        # a layer or a class that is named here is described where it is used
+        if not isinstance(value, (ModuleType, type, nn.Module)):
+            captured[name] = value
+    # the class that `super()` refers to
+    captured.pop("__class__", None)
+    parts = [_source(function), function.__defaults__, function.__kwdefaults__, captured]
+    name = function.__qualname__.rpartition("<locals>.")[2]
+    return f"{name} {_digest(_describe(part, within) for part in parts)}"
+
+
+def _describe_code(classes: Iterable[type]) -> Iterator[str]:
+    """Methods and plain attributes of classes, in their order."""
+    for cls in classes:
+        for name, value in sorted(vars(cls).items()):
+            if isinstance(value, property):
+                value = value.fget
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            is_special = name.startswith("__") and name.endswith("__")
+            if isinstance(value, FunctionType) or (isinstance(value, _PLAIN) and not is_special):
+                yield f"{name} {_describe(value, ())}"
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Global variables that a function reads and does not set, those of its inner functions included."""
+    read, set_ = set(), set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(str(step.argval))
+        elif step.opname == "STORE_GLOBAL":
+            set_.add(str(step.argval))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            read |= _global_names(inner)
+    return read - set_
+
+
+def _source(function: FunctionType) -> str:
+    """The words of a function's source; its bytecode where there is no source, as in a console."""
+    try:
+        if function.__name__ == "<lambda>":
+            return _lambda_source(function.__code__)
+        text = textwrap.dedent(inspect.getsource(function))
+        return " ".join(_words(text))
+    except (OSError, TypeError, tokenize.TokenError, IndentationError):
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return f"bytecode of Python {version}: {_bytecode(function.__code__)}"
+
+
+def _lambda_source(code: CodeType) -> str:
+    """Arguments and body of a lambda, which is a part of a line and may have others beside it."""
+    # what has no width is the beginning of the function
+    places = [
+        (a, b, c, d) for a, b, c, d in code.co_positions() if a and b and c is not None and d and c != d
+    ]
+    lines = linecache.getlines(code.co_filename)
+    if not places or not lines:
+        raise OSError("no source")
+    # as bytes, in which columns are counted
+    first, last = min((a, c) for a, _, c, _ in places), max((b, d) for _, b, _, d in places)
+    rows = [line.encode() for line in lines[first[0] - 1 : last[0]]]
+    rows[-1] = rows[-1][: last[1]]
+    rows[0] = rows[0][first[1] :]
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return f"lambda {arguments}: {' '.join(b''.join(rows).decode().split())}"
+
+
+def _bytecode(code: CodeType) -> str:
+    constants = [_bytecode(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames}"
+
+
+def _words(text: str) -> Iterator[str]:
+    """Tokens of source without comments, layout, and strings that stand alone, such as docstrings."""
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+    layout = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in skipped]
+    for place, token in enumerate(tokens):
+        begins = place == 0 or tokens[place - 1].type in layout
+        ends = place + 1 == len(tokens) or tokens[place + 1].type == tokenize.NEWLINE
+        if token.type == tokenize.STRING and begins and ends:
+            continue
+        yield {tokenize.NEWLINE: "\n", tokenize.INDENT: "{", tokenize.DEDENT: "}"}.get(
+            token.type, token.string
+        )
+
+
+def _digest(parts: Iterable[str]) -> str:
+    state = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        state.update(part.encode() + b"\0")
+    return state.hexdigest()
