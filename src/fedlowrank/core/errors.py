@@ -44,6 +44,10 @@ class SingleValueError(TaskError):
         return type(self), (self.layer, self.whose, self.advice)
 
 
+class LossError(TaskError):
+    """A loss by which nothing can be trained: no single number, or one that no trained parameter changes."""
+
+
 class CheckpointError(FedlowrankError):
     """A run folder cannot be written, read or resumed."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .errors import LossError
 from .model import Model
 from .task import Batch
 from .tree import Params, map
@@ -49,6 +50,19 @@ def supervised_loss(model: Model) -> Callable[..., Tensor]:
     return loss
 
 
+def check_loss(value: Any) -> None:
+    """Raise :class:`LossError` if a gradient cannot be taken of a loss."""
+    if not isinstance(value, Tensor):
+        raise LossError(f"the loss is a {type(value).__name__}; it must be a tensor of one number")
+    if value.numel() != 1:
+        raise LossError(f"the loss is a tensor {list(value.shape)}; it must be one number, see Batch.mean")
+    if not value.requires_grad:
+        raise LossError(
+            "no gradient reaches what is trained here: the loss does not depend on it. Look for detach(), "
+            "torch.no_grad(), torch.inference_mode(), argmax or rounding in the model and the loss."
+        )
+
+
 def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params:
     """The gradient of a risk, as a constant.
 
@@ -59,7 +73,9 @@ def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params
     """
     at = map(lambda t: t.detach().requires_grad_(), theta)
     # a sum, for of a batch of many clients the risk is one number each
-    found = torch.autograd.grad(risk(at, batch).sum(), list(at.values()), materialize_grads=True)
+    value = risk(at, batch).sum()
+    check_loss(value)
+    found = torch.autograd.grad(value, list(at.values()), materialize_grads=True)
     return {n: g.to_dense() if g.is_sparse else g for n, g in zip(at, found, strict=True)}
 
 

@@ -47,6 +47,11 @@ class Model(Protocol):
         ...
 
     @property
+    def training(self) -> bool:
+        """Whether the module is in training mode, as in the steps of a pass."""
+        ...
+
+    @property
     def has_hooks(self) -> bool:
         """Whether user code runs in a hook of a layer."""
         ...

@@ -135,7 +135,7 @@ class Federation:
             raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
 
     def _check_outputs(self) -> list[str]:
-        """Reject models with too few scores, or with outputs that would broadcast against real targets.
+        """Reject models with too few scores, outputs that would broadcast, or scores without a gradient.
 
         Returns:
             A remark for each model whose outputs suit another loss or other classes.
@@ -147,14 +147,13 @@ class Federation:
             examples = self.clients[client].train
             example = _first_input(examples)
             try:
-                with torch.inference_mode():
-                    scores = self.architectures[name].probe(example)
-                shape = list(scores.shape)
+                scores, trainable = self.architectures[name].probe_gradient(example)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise TaskError(
                     f"client {client}: model {name} does not take its inputs: {error}. {describe_example(example)} "
                     "Inputs of all clients with the same model need one shape that the model takes."
                 ) from error
+            shape = list(scores.shape)
             found = f"client {client}: model {name} makes {shape} of one example, but"
             if examples.regression:
                 if shape != [1, examples.y.shape[1]]:
@@ -164,10 +163,20 @@ class Federation:
                     f"{found} there are {len(self.classes)} classes; it must make [1, {len(self.classes)}], "
                     "one score per class"
                 )
-            elif (
-                self.remarks is None and name not in remarks and (said := self._remark(name, client, scores))
-            ):
-                remarks[name] = said
+            if not scores.is_floating_point():
+                raise TaskError(
+                    f"client {client}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
+                    "learnt; it must return floating-point numbers, those before an argmax or a rounding"
+                )
+            if not trainable:
+                raise TaskError(
+                    f"client {client}: no gradient of the scores of model {name} reaches its parameters, so "
+                    "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
+                    "or rounding in its forward."
+                )
+            if not examples.regression and self.remarks is None and name not in remarks:
+                if said := self._remark(name, client, scores):
+                    remarks[name] = said
         return list(remarks.values())
 
     def _remark(self, name: str, client: int, scores: Tensor) -> str:

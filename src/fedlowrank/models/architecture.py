@@ -244,6 +244,29 @@ class Architecture:
             (kind for kind in ("softmax", "sigmoid") if operation == f"{kind.title()}Backward0"), ""
         )
 
+    def probe_gradient(self, x: Any) -> tuple[Tensor, bool]:
+        """Scores of a few inputs as by :meth:`probe`, and whether a gradient of them may reach a parameter.
+
+        A module may make no graph where it only infers. So without one it is asked in training mode, too; a
+        module that cannot train on these inputs (of one example, a custom normalization say) may have one.
+        """
+        leaves = {n: p.detach().requires_grad_() for n, p in self.initial.items()} | self._code.neutral()
+
+        def scores() -> Tensor:
+            with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators():
+                return self.apply(leaves, x)
+
+        found = scores()
+        if found.requires_grad:
+            return found, True
+        self.set_training(True)
+        try:
+            return found, scores().requires_grad
+        except (RuntimeError, ValueError, TaskError):
+            return found, True
+        finally:
+            self.set_training(False)
+
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
 
@@ -365,7 +388,12 @@ class Architecture:
         made._split()
         return made
 
-    def training(self, mode: bool) -> None:
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode, as in the steps of a pass; else it infers."""
+        return self.module.training
+
+    def set_training(self, mode: bool) -> None:
         """Set the module's training or evaluation mode; only engines do so, around a pass."""
         restore(self._backward_slots)
         self.module.train(mode)
@@ -374,7 +402,7 @@ class Architecture:
     def _keep_mode(self) -> None:
         """Evaluation mode outside of training passes, whatever the user has set."""
         if "training" not in self._mode or (self.module.training and not self._mode["training"]):
-            self.training(False)
+            self.set_training(False)
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:

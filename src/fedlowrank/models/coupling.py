@@ -73,14 +73,14 @@ def _scores(model: Architecture, batches: list[Any], key: Key) -> tuple[list[Ten
     copy = model.with_buffers({})
     params = {n: p.clone().requires_grad_() for n, p in model.initial.items()}
     found = []
-    model.training(True)
+    model.set_training(True)
     try:
         for x in batches:
             # with gradients, as in a step: a module may ask whether there are any
             with torch.enable_grad(), key.global_generators(next(iter(params.values())).device):
                 found.append(copy.apply(params, x).detach())
     finally:
-        model.training(False)
+        model.set_training(False)
     return found, copy.changed_buffers
 
 

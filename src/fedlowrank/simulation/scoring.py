@@ -60,10 +60,12 @@ def pool_of(model: Model, parts: Sequence[Examples]) -> Pool:
 
 
 def concatenate(parts: Sequence[Examples]) -> Pool | None:
-    """Sets of examples as one, in the fastest memory layout; None where inputs are not one tensor."""
+    """Sets of examples as one, in the fastest memory layout; None where inputs are not tensors of one form."""
     filled = [part for part in parts if len(part)]
     inputs: list[Any] = [part.inputs for part in filled]
     if not filled or any(isinstance(x, dict) for x in inputs):
+        return None
+    if len({(x.shape[1:], x.dtype) for x in inputs}) > 1:
         return None
     return Pool(parts, Examples(channels_last(torch.cat(inputs)), torch.cat([part.y for part in filled])))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.loss import check_loss
 from ..core.method import Batch, ProximalTerm, Request
 from ..core.optimizer import SGD, clip
 from .local_data import channels_last
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 class Work:
     """The parameters of a pass while they are trained: copies of its start, changed in place by every step.
+
+    A pass over a part of a model whose parameters are all frozen has none: its steps change nothing.
 
     Args:
         request: what is trained.
@@ -71,7 +74,13 @@ class Work:
 
         The sparse gradient of an embedding stays so where it is only subtracted. Everything else acts on all
         rows, also on those that no example of the batch has.
+
+        Raises:
+            LossError: if it is no single number, or depends on none of them.
         """
+        if not self.params:
+            return []
+        check_loss(value)
         grads = torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=True)
         return list(grads) if self.is_plain_sgd else densify(grads)
 
@@ -79,6 +88,8 @@ class Work:
     def step(self, grads: list[Tensor], count: int) -> None:
         """Take a step in place, given the gradient and the number of steps before."""
         request = self.request
+        if not self.params:
+            return
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads)
         # in float32 for half precision, so that a step is rounded once
@@ -105,7 +116,7 @@ class Work:
         the step.
         """
         prox, lr = self.request.prox, self._lr
-        if prox is None:
+        if prox is None or not self.params:
             return
 
         def of_finite(_: Any, p: Any, *constants: Any) -> Any:

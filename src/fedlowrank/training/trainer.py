@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.errors import NonFiniteError
+from ..core.errors import LossError, NonFiniteError
 from ..core.key import Key
 from ..core.method import Batch, ClientInfo, Request
 from ..models.architecture import Architecture
@@ -79,16 +79,20 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
-        if standard:
-            self.count(request, kind)
-        with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
-            end, losses = descend(
-                request,
-                self.data.batches(name),
-                self.round,
-                self.micro_batch,
-                self._counting(kind, standard),
-            )
+        try:
+            if standard:
+                self.count(request, kind)
+            with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
+                end, losses = descend(
+                    request,
+                    self.data.batches(name),
+                    self.round,
+                    self.micro_batch,
+                    self._counting(kind, standard),
+                )
+        except LossError as error:
+            where = f"client {self.data.info.id}, round {self.round}, pass {name!r}"
+            raise LossError(f"{where}: {error}") from error
         self.account(request, kind, float(losses.mean(dtype=tree.wide_type(losses.dtype))))
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
@@ -148,12 +152,12 @@ class LocalTrainer:
         """Put all models in training mode, and let user code draw from generators seeded by ``key``."""
         with key.global_generators(self.data.examples.y.device):
             for model in self.models:
-                model.training(True)
+                model.set_training(True)
             try:
                 yield
             finally:
                 for model in self.models:
-                    model.training(False)
+                    model.set_training(False)
 
     def inputs(self) -> Iterator[Any]:
         """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
@@ -248,7 +252,8 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
     """The loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
         value = work.loss(batch)
-        return value.detach(), work.gradient(value)
+        grads = work.gradient(value)
+        return value.detach(), grads
     weights, device = batch.weights, batch.y.device
     total = torch.zeros((), device=device)
     grads = [torch.zeros_like(p, dtype=tree.wide_type(p.dtype)) for p in work.params]
