@@ -154,10 +154,11 @@ def _plan_of(cls: Any) -> _Plan | None:
     """The plan of a dataclass, made once; None where its constructor is one of its own."""
     found = cls.__dict__.get("_plan")
     if found is None:
-        fields = [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
+        is_settings = dataclasses.is_dataclass(cls)
+        fields = [f for f in dataclasses.fields(cls) if f.init] if is_settings else []
         names, none = [f.name for f in fields], dataclasses.MISSING
         plan = None
-        if dataclasses.is_dataclass(cls) and list(inspect.signature(cls).parameters) == names:
+        if is_settings and list(inspect.signature(cls).parameters) == names:
             known = _resolve_hints(cls, names)
             hints = {name: known.get(name, Any) for name in names}
             needed = [f.name for f in fields if f.default is none and f.default_factory is none]
@@ -248,7 +249,7 @@ def _fit_union(hints: Sequence[Any], value: Any) -> Any:
             return _fit(hint, value)
         except _WrongValueError as error:
             errors.append((hint, error))
-    settings = [hint for hint, _ in errors if dataclasses.is_dataclass(hint)]
+    settings = [hint for hint, _ in errors if dataclasses.is_dataclass(hint) and isinstance(hint, type)]
     if len(settings) > 1:
         names = " or ".join(f"{_name(hint)}(...)" for hint in settings)
         raise _WrongValueError(f" must be {names}, not {_show(value)}")

@@ -174,9 +174,9 @@ class Federation:
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
                     "or rounding in its forward."
                 )
-            if not examples.regression and self.remarks is None and name not in remarks:
-                if said := self._remark(name, client, scores):
-                    remarks[name] = said
+            is_new = not examples.regression and self.remarks is None and name not in remarks
+            if is_new and (said := self._remark(name, client, scores)):
+                remarks[name] = said
         return list(remarks.values())
 
     def _remark(self, name: str, client: int, scores: Tensor) -> str:

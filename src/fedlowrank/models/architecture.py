@@ -253,19 +253,20 @@ class Architecture:
         leaves = {n: p.detach().requires_grad_() for n, p in self.initial.items()} | self._code.neutral()
 
         def scores() -> Tensor:
-            with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators():
+            with torch.enable_grad(), _PROBE.global_generators():
                 return self.apply(leaves, x)
 
-        found = scores()
-        if found.requires_grad:
-            return found, True
-        self.set_training(True)
-        try:
-            return found, scores().requires_grad
-        except (RuntimeError, ValueError, TaskError):
-            return found, True
-        finally:
-            self.set_training(False)
+        with unchanged(self.module):
+            found = scores()
+            if found.requires_grad:
+                return found, True
+            self.set_training(True)
+            try:
+                return found, scores().requires_grad
+            except (RuntimeError, ValueError, TaskError):
+                return found, True
+            finally:
+                self.set_training(False)
 
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""

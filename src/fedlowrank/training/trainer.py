@@ -210,11 +210,11 @@ class LocalTrainer:
     ) -> int:
         """Find the statistics of batch normalizations, and what they cost beside the examples themselves."""
         batch = next(self.data.chunks(whole=self._in_one_chunk()))
-        counts = []
+        counts: list[int] = []
         for _ in range(2):
             with FlopCounter() as counter:
                 statistic(params, batch, *constants)
-            counts.append(counter.total)
+            counts.append(int(counter.total))
         return counts[0] - counts[1]
 
 
