@@ -23,13 +23,20 @@ from fedlowrank.adapters.lora import (
     lora_of,
     parameters_beside_factors,
 )
-from fedlowrank.adapters.lora_layers import LoRALayer, add_lora
+from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
 from fedlowrank.models.architecture import Architecture
 
 torch.set_num_threads(1)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Attention of a sequence to itself, with one argument and one result as of other layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x, need_weights=False)[0]
 
 
 def conv1d_of_gpt2() -> nn.Module:
@@ -44,6 +51,9 @@ LAYERS: dict[str, Any] = {
     "embedding": lambda: nn.Embedding(11, 6, padding_idx=3),
     "image": lambda: nn.Conv2d(3, 4, (2, 3), stride=(1, 2), padding=(2, 1)),
     "gpt2": conv1d_of_gpt2,
+    "grouped": lambda: nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular", groups=2),
+    "turned": lambda: nn.ConvTranspose2d(3, 4, (2, 3), stride=2, dilation=(1, 2), output_padding=1),
+    "attention": lambda: SelfAttention(4, 2),
 }
 INPUTS: dict[str, Any] = {
     "linear": lambda g: torch.randn(4, 6, generator=g),
@@ -53,9 +63,18 @@ INPUTS: dict[str, Any] = {
     "embedding": lambda g: torch.randint(0, 11, (3, 4), generator=g),
     "image": lambda g: torch.randn(2, 3, 7, 8, generator=g),
     "gpt2": lambda g: torch.randn(4, 6, generator=g),
+    "grouped": lambda g: torch.randn(2, 4, 5, 6, generator=g),
+    "turned": lambda g: torch.randn(2, 3, 4, 5, generator=g),
+    "attention": lambda g: torch.randn(2, 5, 4, generator=g),
 }
 TURNED = ("embedding", "gpt2")
-SHAPES = dict(zip(LAYERS, [(5, 6), (4, 9), (4, 18), (5, 12), (6, 11), (4, 18), (5, 6)], strict=True))
+SHAPES = dict(
+    zip(
+        LAYERS,
+        [(5, 6), (4, 9), (4, 18), (5, 12), (6, 11), (4, 18), (5, 6), (6, 18), (3, 24), (12, 4)],
+        strict=True,
+    )
+)
 
 
 class Two(nn.Module):
@@ -106,7 +125,8 @@ def changed(plain: Two, kind: str, updates: dict[str, np.ndarray]) -> Two:
     """A copy with d × k updates added to its weights."""
     copied = copy.deepcopy(plain)
     for name, update in updates.items():
-        weight = copied.get_submodule(name).weight
+        weights = dict(copied.named_parameters())
+        weight = weights[f"{name}_weight" if name.endswith("in_proj") else f"{name}.weight"]
         if name == "one" and kind in TURNED:
             update = update.T
         weight.data += torch.from_numpy(np.ascontiguousarray(update)).reshape(weight.shape)
@@ -118,7 +138,10 @@ def product(factors: Factors, scale: float) -> dict[str, np.ndarray]:
 
 
 # PEFT's convolutions know neither padding modes nor dilation
-NONE = {("embedding", "plain"), ("gpt2", "plain"), ("gpt2", "ours"), ("conv1d", "peft"), ("conv2d", "peft")}
+NONE = {
+    ("embedding", "plain"),
+    *((kind, "peft") for kind in ("conv1d", "conv2d", "grouped", "turned", "attention")),
+}
 CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if (kind, how) not in NONE]
 
 
@@ -126,7 +149,8 @@ CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if 
 def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: str) -> None:
     plain, module = made(kind, how)
     found = find_lora(module, "head")
-    assert found.shapes == {"one": SHAPES[kind], "two": (7, 3)}
+    names = ("one.in_proj", "one.out_proj") if kind == "attention" else ("one",)
+    assert found.shapes == {**dict(zip(names, (SHAPES[kind], (4, 4)), strict=False)), "two": (7, 3)}
     assert (found.scale, found.rank) == ((1.0, None) if how == "plain" else (1.5, 2))
     x = INPUTS[kind](torch.Generator().manual_seed(1))
     x = 0.3 * x.double() if x.is_floating_point() else x
@@ -251,9 +275,7 @@ def test_sites_are_named_by_the_base_model_and_outside_the_head() -> None:
 
 def test_one_scale_and_one_adapter() -> None:
     module = Two("linear")
-    module.one, module.two = (
-        LoRALayer(m, 2, s, False, Key((0,))) for m, s in ((module.one, 1.0), (module.two, 2.0))
-    )
+    module.one, module.two = (add_lora(m, 2, alpha) for m, alpha in ((module.one, 2.0), (module.two, 4.0)))
     with pytest.raises(TaskError, match=r"different scales α/r \(1 at one, 2 at two\)"):
         find_lora(module, "head")
     wrapped = of_peft(Two("linear"), 2, 4, use_rslora=True)

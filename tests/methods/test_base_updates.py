@@ -66,10 +66,10 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
         assert places(state.base) <= places(ledger.updates)
         assert tree.numel(state.base) < whole
     # the weights with all updates are made once for all clients that use them
-    merged = [run.personal(i)["body.0.base_layer.weight"] for i in federation.infos]
+    merged = [run.personal(i)["body.0.weight"] for i in federation.infos]
     if kind is FLoRA:
         assert len({w.data_ptr() for w in merged}) == 1
-        w = wrapped.get_parameter("body.0.base_layer.weight").numpy()
+        w = dict(wrapped.named_parameters())["body.0.weight"].numpy()
         total = sum(
             p["body.0"].b.double().numpy() @ p["body.0"].a.double().numpy()
             for p in map(unpack_factors, ledger.updates)

@@ -100,7 +100,7 @@ def test_one_tensor_serves_all_code(make: Any) -> None:
 
 def test_sites_of_adapters_are_the_base_itself() -> None:
     wrapped = add_lora(Net(), 2, target_modules=["base.0"])
-    for module, name in ((Net(), "base.0.weight"), (wrapped, "base.0.base_layer.weight")):
+    for module, name in ((Net(), "base.0.weight"), (wrapped, "base.0.weight")):
         held = lora_of(Architecture("net", module, EXAMPLE, "head")).base[name]
         assert held.data_ptr() == dict(module.named_parameters())[name].data_ptr()
 

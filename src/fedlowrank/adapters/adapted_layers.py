@@ -13,6 +13,8 @@ from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Pair
 from ..models.stateless import is_within
+from .adaptable import AdaptableWeight, find_adaptable_weights
+from .lora_layers import LoRALayer, factor_name
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model."""
@@ -90,8 +92,9 @@ def uses_gaussian_initial(module: nn.Module) -> bool:
 
 
 class FactorParameters(NamedTuple):
-    """The factors that a layer contains: names of A and B within it, s, r, and whether s is α/√r."""
+    """The factors of a weight: names within the layer of the weight, A and B, s, r, and whether s is α/√r."""
 
+    weight: str
     a: str
     b: str
     scale: float
@@ -99,20 +102,27 @@ class FactorParameters(NamedTuple):
     rslora: bool
 
 
-def find_factors(layer: nn.Module) -> FactorParameters | None:
-    """The factors of a layer wrapped by PEFT or by :mod:`fedlowrank.adapters.lora_layers`, or None.
+def find_factors(layer: nn.Module) -> list[FactorParameters]:
+    """The factors of a layer of PEFT or of :mod:`fedlowrank.adapters.lora_layers`; attention has several.
 
     Raises:
         TaskError: if a PEFT layer has several adapters, or its update is not one of the weight.
     """
-    if getattr(layer, "base_layer", None) is None:
-        return None
+    if isinstance(layer, LoRALayer):
+        return [
+            FactorParameters(
+                name,
+                factor_name(name, "A"),
+                factor_name(name, "B"),
+                layer.lora_scaling,
+                layer.get_parameter(factor_name(name, "A")).shape[0],
+                layer.lora_rslora,
+            )
+            for name in layer.lora_weights
+        ]
     scaling: Any = getattr(layer, "scaling", None)
-    if isinstance(scaling, float) and hasattr(layer, "lora_A"):
-        own: Any = layer
-        return FactorParameters("lora_A", "lora_B", scaling, own.lora_A.shape[0], own.rslora)
-    if not isinstance(scaling, dict):
-        return None
+    if getattr(layer, "base_layer", None) is None or not isinstance(scaling, dict):
+        return []
     peft: Any = layer
     adapters = [n for n in scaling if n in peft.lora_A or n in peft.lora_embedding_A]
     if len(adapters) != 1:
@@ -125,7 +135,7 @@ def find_factors(layer: nn.Module) -> FactorParameters | None:
         a, b = f"lora_A.{n}.weight", f"lora_B.{n}.weight"
         _check_convolution(peft.base_layer, peft.lora_A[n])
     rslora = bool(getattr(layer, "use_rslora", {}).get(n, False))
-    return FactorParameters(a, b, float(scaling[n]), int(peft.r[n]), rslora)
+    return [FactorParameters("base_layer.weight", a, b, float(scaling[n]), int(peft.r[n]), rslora)]
 
 
 def _check_convolution(base: Any, inner: Any) -> None:
@@ -140,15 +150,18 @@ def _check_convolution(base: Any, inner: Any) -> None:
                 )
 
 
-def describe_wrapped_layer(name: str, layer: nn.Module, factors: FactorParameters) -> AdaptedLayer:
-    """The adapted layer of a wrapper with factors.
+def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameters) -> AdaptedLayer:
+    """The adapted layer of a layer with factors.
 
     Raises:
-        TaskError: if the layer is a convolution with groups.
+        TaskError: if it is a convolution of PEFT with groups, or its weight is no parameter.
     """
-    base: Any = layer.base_layer
-    weight: Tensor = base.weight
+    own = isinstance(layer, LoRALayer)
+    base: Any = layer if own else layer.base_layer
     parameters = dict(layer.named_parameters())
+    where, attribute = f"{name}.{factors.weight}".lstrip(".").rpartition(".")[::2]
+    # the parameter itself: the attribute of one of our layers is W + s·B A
+    weight = AdaptableWeight(where, base, attribute).parameter()
     a_shape, b_shape = parameters[factors.a].shape, parameters[factors.b].shape
     d, k = b_shape[0], math.prod(a_shape[1:])
     if b_shape[1] != a_shape[0]:
@@ -157,10 +170,14 @@ def describe_wrapped_layer(name: str, layer: nn.Module, factors: FactorParameter
         )
     embedding = isinstance(base, nn.Embedding)
     # the weight of an embedding [V, D] and of GPT-2's Conv1D [k, d] is the transpose of B A
-    transposed = tuple(weight.shape) == (k, d) and (embedding or bool(getattr(layer, "fan_in_fan_out", 0)))
+    transposed = (
+        factors.weight in layer.lora_transposed
+        if isinstance(layer, LoRALayer)
+        else tuple(weight.shape) == (k, d) and (embedding or bool(getattr(layer, "fan_in_fan_out", 0)))
+    )
     prefix = name + "." if name else ""
     return AdaptedLayer(
-        f"{prefix}base_layer.weight",
+        prefix + factors.weight,
         (d, k),
         tuple(weight.shape),
         transposed,
@@ -173,20 +190,27 @@ def describe_wrapped_layer(name: str, layer: nn.Module, factors: FactorParameter
 
 
 def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedLayer]:
-    """Linear layers and convolutions outside the head, to whose weights an update can be added.
+    """Linear layers, attention and convolutions outside the head, to whose weights an update can be added.
+
+    A weight that several layers share is one adapted layer, under the first of its names.
 
     Raises:
-        TaskError: if there is none.
+        TaskError: if there is none, or a layer's weight is no parameter of floating point.
     """
     found, seen = {}, set()
-    for name, layer in module.named_modules():
-        is_matrix = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
-        if not is_matrix or is_within(name, head) or id(layer.weight) in seen:
+    names = {id(p): name for name, p in module.named_parameters()}
+    for target in find_adaptable_weights(module):
+        if target.is_embedding or is_within(target.name, head):
             continue
-        seen.add(id(layer.weight))
-        shape = tuple(layer.weight.shape)
-        prefix = name + "." if name else ""
-        found[name] = AdaptedLayer(f"{prefix}weight", (shape[0], math.prod(shape[1:])), shape)
+        weight = target.floating_parameter()
+        if id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        shape = tuple(weight.shape)
+        size = shape[0], math.prod(shape[1:])
+        if target.is_transposed:
+            size = size[1], size[0]
+        found[target.name] = AdaptedLayer(names[id(weight)], size, shape, target.is_transposed)
     if not found:
         raise TaskError(
             "this model has no linear layer and no convolution outside its head, so there is nothing for "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError, TaskError, did_you_mean
+from .adaptable import ATTENTION, find_adaptable_weights, is_conv1d
 from .mixture import Construction, Fold, choose_fold
 from .rank_limits import warn_lowered_ranks
 
@@ -33,7 +34,7 @@ _MATRICES: dict[type[nn.Module], Kind] = {
     nn.EmbeddingBag: "embedding",
 }
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_WEIGHTS = ("weight", *ATTENTION)
 _BIASES = ("bias", "in_proj_bias", "bias_k", "bias_v")
 
 
@@ -90,7 +91,8 @@ def find_adapted_parameters(
 
     Raises:
         TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point,
-            or an embedding renormalizes its rows or has sparse gradients.
+            a weight is computed from other parameters (``weight_norm``, a parametrization), or an embedding
+            renormalizes its rows or has sparse gradients.
         ConfigError: if a rank is neither an integer nor a budget, a kind or the construction is unknown, or a name
             of ``rank_pattern`` fits no layer with adaptors.
     """
@@ -98,6 +100,13 @@ def find_adapted_parameters(
     # checks ranks even if only offsets are adapted
     for asked in (rank, *rank_pattern.values()):
         Fold((1, 1), (0,)).rank(asked)
+    for weight in find_adaptable_weights(module):
+        asked_for = _matrix_kind(weight.layer) in kinds and (
+            include is None or include(weight.path, weight.layer)
+        )
+        if asked_for and weight.is_computed:
+            # raises TaskError
+            weight.parameter()
     unused: set[str | None] = {*rank_pattern}
     first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, AdaptedParameter] = {}
@@ -119,7 +128,7 @@ def find_adapted_parameters(
                 r = rank if end is None else rank_pattern[end]
                 unused.discard(end)
                 made = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
-                found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
+                found[own] = replace(made, transposed=kind == "linear" and is_conv1d(layer))
     if not found:
         there = sorted(
             {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
@@ -182,20 +191,15 @@ def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | Non
         return None
     if isinstance(layer, _NORMS):
         return "norm"
-    kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
-    if not kinds and _is_transposed(layer):
-        kinds = ["linear"]
-    if not kinds:
+    kind = _matrix_kind(layer)
+    if kind is None:
         return "norm" if _is_named_norm(layer) else None
-    return kinds[0] if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+    return kind if local in _WEIGHTS and parameter.ndim > 1 else "bias"
 
 
-def _is_transposed(layer: nn.Module) -> bool:
-    # GPT-2's linear layer in transformers, recognized without importing that library
-    return (
-        any(c.__name__ == "Conv1D" for c in type(layer).__mro__)
-        and getattr(getattr(layer, "weight", None), "ndim", 0) == 2
-    )
+def _matrix_kind(layer: nn.Module) -> Kind | None:
+    kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
+    return kinds[0] if kinds else "linear" if is_conv1d(layer) else None
 
 
 def _is_named_norm(layer: nn.Module) -> bool:

@@ -32,6 +32,7 @@ from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..core.files import as_checkpoint_error, write_atomically
 from ..core.tree import Params, TreeError, decode, encode, nbytes
 from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
+from .lora_layers import merge_lora_
 from .thin_layers import (
     KINDS,
     CompressedLayer,
@@ -80,12 +81,13 @@ def deploy(
 
     ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense:
     vectors, embeddings, layers of a subclass or with a forward of their own, and weights that several modules
-    share, which stay shared.
+    share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora_layers.add_lora` are merged: plain layers
+    with the weight W + s·B A.
 
     Args:
         module: left as it is; the copy is in evaluation mode and needs no gradient.
-        weights: all its parameters by name, and the buffers that differ from the module's, such as the
-            statistics of batch normalizations.
+        weights: its parameters by name, and the buffers that differ from the module's, such as the statistics of
+            batch normalizations; others, such as frozen ones, stay as they are.
         sparse: what to add to all or some of them.
         layout: ``small``, the form of least bytes; or ``fast``, of least work, as ``TRANSFER_COST`` and
             :data:`SPARSE` weigh it, where no convolution with a sparse part is thin. Ties are dense.
@@ -98,7 +100,9 @@ def deploy(
     made = copy.deepcopy(module).eval().requires_grad_(False)
     layers = _compressible_layers(made)
     for name, param in list(made.named_parameters()):
-        w, p, layer = weights[name], (sparse or {}).get(name), layers.get(id(param))
+        if name not in weights and not (sparse and name in sparse):
+            continue
+        w, p, layer = weights.get(name, param), (sparse or {}).get(name), layers.get(id(param))
         # what of a tensor is zero is seen below, however it came
         w = w.dense() if isinstance(w, Sparse) else w
         dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
@@ -113,6 +117,7 @@ def deploy(
         own = weights.get(name)
         if isinstance(own, Tensor):
             buffer.data = own.detach().to(buffer.device, copy=True)
+    merge_lora_(made)
     return made
 
 
@@ -167,6 +172,7 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
         raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
     with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
         made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+    merge_lora_(made)
     made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
     for name, shape in layers.items():
         layer: Any = modules.get(name)

@@ -3,8 +3,10 @@
 An adapted weight is W + s·B A. Three kinds of modules give the same :class:`LoRA`:
 
 - wrapped by PEFT: the factors are parameters of its layers, and the update is applied to activations;
-- wrapped by :func:`fedlowrank.adapters.lora_layers.add_lora`, this package's layers: likewise;
-- any other: s·B A is added to the weight itself, for every linear layer and convolution outside the head.
+- made by :func:`fedlowrank.adapters.lora_layers.add_lora`, this package's layers: likewise, or to the weight
+  where other code reads it;
+- any other: s·B A is added to the weight itself, for every linear layer, attention and convolution outside
+  the head.
 
 The scale s is not part of the factors. A wrapped module multiplies by a scale of its own, so its parameter B
 is B times the ratio of both scales.
@@ -25,10 +27,12 @@ from ..core.key import Key
 from ..core.model import Model
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
+from .adaptable import name_adapted_layer
 from .adapted_layers import (
     PEFT_PREFIX,
     AdaptedLayer,
-    describe_wrapped_layer,
+    FactorParameters,
+    describe_adapted_layer,
     find_factors,
     find_plain_layers,
     uses_gaussian_initial,
@@ -186,14 +190,21 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         TaskError: if no layer can be adapted, layers have different scales, or an adapter of PEFT does not
             begin as a zero update of an unchanged base.
     """
-    wrapped = {n: (m, f) for n, m in module.named_modules() if (f := find_factors(m)) is not None}
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    if not wrapped:
+    adapted: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
+    seen = set()
+    for path, layer in module.named_modules():
+        for found in find_factors(layer):
+            # layers that share a weight share its factors, which are one adapted layer
+            if (a := id(parameters[f"{path}.{found.a}".lstrip(".")])) not in seen:
+                seen.add(a)
+                adapted[name_adapted_layer(path, found.weight)] = path, layer, found
+    if not adapted:
         plain = find_plain_layers(module, head)
         return LoRA(plain, {layer.weight: parameters[layer.weight].detach() for layer in plain.values()})
-    layers = {n.removeprefix(PEFT_PREFIX): describe_wrapped_layer(n, m, f) for n, (m, f) in wrapped.items()}
-    factors = [f for _, f in wrapped.values()]
-    scales = {f.scale: name for name, (_, f) in reversed(wrapped.items())}
+    layers = {n.removeprefix(PEFT_PREFIX): describe_adapted_layer(*where) for n, where in adapted.items()}
+    factors = [f for _, _, f in adapted.values()]
+    scales = {f.scale: name for name, (_, _, f) in reversed(adapted.items())}
     if len(scales) > 1:
         examples = ", ".join(f"{s:g} at {n}" for s, n in reversed(scales.items()))
         raise TaskError(

@@ -62,11 +62,12 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
         TaskError: if the head is not one or two linear layers.
     """
     layers = model.head_layers()
-    params = [widen(p.detach().cpu()) for p in model.head_of(model.initial).values()]
-    if len(layers) not in (1, 2) or len(params) != 2 * len(layers):
+    head = {n: widen(p.detach().cpu()) for n, p in model.head_of(model.initial).items()}
+    params = [p for n, p in head.items() if n.endswith((".weight", ".bias"))]
+    if len(layers) not in (1, 2) or not len(head) == len(params) == 2 * len(layers):
         raise TaskError(
             f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has "
-            f"{len(layers)} and {len(params)} parameters. Use start = 'random'."
+            f"{len(layers)} and the parameters {', '.join(head)}. Use start = 'random'."
         )
     w, bias = params[0], params[1]
     f = compute_svd(w)

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from ..adapters.adaptable import refuse_computed_weights
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, mean
 from ..core.loss import supervised_loss, task_loss
@@ -114,10 +115,12 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def server_init(self, task: Task) -> Server:
         """w^0, the common initial weights, and γ̄ = 0."""
         model = task.common_model(self.title)
-        w = model.initial
+        initial = model.initial
         refuse_complex(self.title, model.complex, self.shared, self.exclude)
         refuse_complex(f"{self.title}, private = 'low_rank'", model.complex, self.private)
-        return Server(unpenalized_model(w, self.exclude), zeros_like(widen(w)), {})
+        w = unpenalized_model(initial, self.exclude)
+        refuse_computed_weights(model.module, w.ranks, self.title)
+        return Server(w, zeros_like(widen(initial)), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters.adaptable import refuse_computed_weights
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.errors import TaskError
@@ -125,7 +126,9 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def server_init(self, task: Task) -> Server:
         """w^0, and the masks as the clients draw them."""
-        initial = task.common_model(self.title).initial
+        model = task.common_model(self.title)
+        initial = model.initial
+        refuse_computed_weights(model.module, layer_counts(initial, self.density), self.title)
         return Server(initial, {str(c.id): self.client_init(task, c) for c in task.clients})
 
     def client_init(self, task: Task, client: ClientInfo) -> Masks:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..adapters.adaptable import refuse_computed_weights
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.loss import supervised_loss
@@ -62,7 +63,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
         """w^0, the common initial weights."""
         model = task.common_model(self.title)
         refuse_complex(self.title, model.complex, self.shared, self.exclude)
-        return unpenalized_model(model.initial, self.exclude)
+        made = unpenalized_model(model.initial, self.exclude)
+        refuse_computed_weights(model.module, made.ranks, self.title)
+        return made
 
     def download(self, server: PenalizedModel, client: ClientInfo) -> Weights:
         """w^t."""

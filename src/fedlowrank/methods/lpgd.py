@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..adapters.adaptable import refuse_computed_weights
 from ..core.contribution import Mean
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
-from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, refuse_complex
+from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, penalized_names, refuse_complex
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class LPGD(Method[Params, None, Params, Params]):
         model = task.common_model(self.title)
         check_exclude(model.initial, self.exclude)
         refuse_complex(self.title, model.complex, self.shared, self.exclude)
+        refuse_computed_weights(model.module, penalized_names(model.initial, self.exclude), self.title)
         return model.initial
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:

@@ -19,6 +19,7 @@ from ..adapters.deployment import (
     measure_size,
     save_deployed,
 )
+from ..adapters.state_dict import full_state_dict
 from ..core.errors import ConfigError, did_you_mean
 from ..core.model import Model
 from ..core.tree import canonical
@@ -84,7 +85,9 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     """
     model, parts = _parts(run, client, series)
     dense = copy.deepcopy(model.module)
-    dense.load_state_dict(with_complex(sum_parts(parts, model.initial), model.complex), strict=False)
+    state = dense.state_dict()
+    like = {n: as_real(state[n]) for part in parts for n in part if n in state}
+    dense.load_state_dict(with_complex(sum_parts(parts, like), model.complex), strict=False)
     save_deployed(_deployed(model, parts, layout), path)
     thin = load_deployed(model.module, path)
     data = run.federation.clients[client]
@@ -133,7 +136,9 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weig
             "of outputs), so no single module can be exported for it. Ensemble with mixed = 'weights' and "
             "FLoRAL infer by one."
         )
-    return made.model, ({n: as_real(p) for n, p in params.items()},)
+    # with what is frozen, and with factors of the ranks that the module's layers have
+    state = full_state_dict(made.model, params)
+    return made.model, (canonical({n: as_real(t) for n, t in state.items()}),)
 
 
 def _first(x: Stored) -> Inputs:

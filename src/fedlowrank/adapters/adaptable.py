@@ -1,0 +1,183 @@
+"""Weights to which low-rank updates can be added: where a module has them, and why a layer has none."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ..core.errors import TaskError
+
+ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Weights of ``nn.MultiheadAttention`` beside that of its output layer."""
+
+_REMOVE = {
+    WeightNorm: "torch.nn.utils.remove_weight_norm({layer}, {weight!r})",
+    SpectralNorm: "torch.nn.utils.remove_spectral_norm({layer}, {weight!r})",
+    BasePruningMethod: "torch.nn.utils.prune.remove({layer}, {weight!r})",
+}
+"""Hooks that compute a weight before every call, and how they are removed."""
+
+
+@dataclass(frozen=True)
+class AdaptableWeight:
+    """A weight that can be adapted.
+
+    Attributes:
+        path: dotted name of the layer.
+        layer: the module that reads the weight.
+        attribute: name of the weight in the layer.
+    """
+
+    path: str
+    layer: nn.Module
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        """The path, followed by ``in_proj``, ``q_proj`` and so on for the weights of attention."""
+        return name_adapted_layer(self.path, self.attribute)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the table of an embedding."""
+        return isinstance(self.layer, nn.Embedding)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is stored with the inputs first, ``[k, d]``, as of embeddings and GPT-2's ``Conv1D``."""
+        return self.is_embedding or is_conv1d(self.layer)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the layer computes it from other parameters."""
+        return self.layer._parameters.get(self.attribute) is None
+
+    def parameter(self) -> nn.Parameter:
+        """The weight.
+
+        Raises:
+            TaskError: if the layer computes it from other parameters.
+        """
+        p = self.layer._parameters.get(self.attribute)
+        if p is None:
+            raise TaskError(
+                f"no low-rank update can be added to a weight that is computed: {_describe_computed_weight(self)}, or "
+                "leave the layer out (target_modules of LoRA layers, exclude of Floral)"
+            )
+        return p
+
+    def floating_parameter(self) -> nn.Parameter:
+        """The weight, to which an update can be added.
+
+        Raises:
+            TaskError: if the layer computes it from other parameters, or it is not of floating point.
+        """
+        p = self.parameter()
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TaskError(
+                f"layer {self.name} ({type(self.layer).__name__}) has a weight of type {p.dtype}, to which no "
+                "low-rank update can be added; leave the layer out, or convert it to floating point"
+            )
+        return p
+
+
+def find_adaptable_weights(module: nn.Module) -> Iterator[AdaptableWeight]:
+    """The weights of linear layers, attention, convolutions and embeddings, in the order of the modules.
+
+    A ``Conv1D`` of Hugging Face is a linear layer.
+    """
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            for attribute in ATTENTION:
+                # the three projections are one weight or three; the others are None
+                if layer._parameters.get(attribute, layer) is not None:
+                    yield AdaptableWeight(path, layer, attribute)
+        elif isinstance(layer, (nn.Linear, _ConvNd, nn.Embedding)) or is_conv1d(layer):
+            yield AdaptableWeight(path, layer, "weight")
+
+
+def refuse_computed_weights(module: nn.Module, names: Container[str], title: str) -> None:
+    """Refuse to give a low-rank or sparse form to parameters that a layer computes its weight from.
+
+    The weight would not have that form: with ``weight_norm`` a row of zeros becomes NaN, and an orthogonal weight
+    has full rank.
+
+    Args:
+        module: any module.
+        names: of the parameters that get the form.
+        title: of the method.
+
+    Raises:
+        TaskError: if there is such a layer.
+    """
+    parameters = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+    for path, layer in module.named_modules():
+        for attribute in _computed_attributes(layer):
+            # weight_g and weight_v of weight_norm, weight_orig of spectral_norm and of pruning; parametrizations
+            starts = tuple(
+                f"{path}.{a}".lstrip(".") for a in (f"{attribute}_", f"parametrizations.{attribute}.")
+            )
+            if sources := [n for n in parameters if n.startswith(starts) and n in names]:
+                raise TaskError(
+                    f"{title} makes weights low-rank or sparse, but not one that is computed from "
+                    f"{', '.join(sources)}: {_describe_computed_weight(AdaptableWeight(path, layer, attribute))}"
+                )
+
+
+def name_adapted_layer(path: str, weight: str) -> str:
+    """Name of an adapted layer: its path, with the weight's name where it is not ``weight``."""
+    own = "" if weight in ("weight", "base_layer.weight") else weight.removesuffix("_weight")
+    return f"{path}.{own}".strip(".")
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether a layer is GPT-2's linear layer in transformers, recognized without importing that library."""
+    return (
+        any(c.__name__ == "Conv1D" for c in type(layer).__mro__)
+        and not isinstance(layer, (nn.Linear, _ConvNd))
+        and getattr(getattr(layer, "weight", None), "ndim", 0) == 2
+    )
+
+
+def _computed_attributes(layer: nn.Module) -> list[str]:
+    """Names of the tensors of a layer that hooks or parametrizations compute from other parameters."""
+    chains = layer.parametrizations if parametrize.is_parametrized(layer) else ()
+    return [*chains, *_computing_hooks(layer)]  # type: ignore[misc]  # torch types attributes as tensors
+
+
+def _computing_hooks(layer: nn.Module) -> dict[str, Any]:
+    """The hooks that compute tensors of a layer before every call, by the name of the tensor."""
+    hooks: list[Any] = [h for h in layer._forward_pre_hooks.values() if isinstance(h, tuple(_REMOVE))]
+    return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
+
+
+def _describe_computed_weight(found: AdaptableWeight) -> str:
+    """What computes a weight, and how to make it a parameter."""
+    layer, weight, path = found.layer, found.attribute, f"model.get_submodule({found.path!r})"
+    whose = f"layer {found.path or '(the module itself)'} ({_class_name(layer)})"
+    if parametrize.is_parametrized(layer, weight):
+        chain = layer.parametrizations[weight]  # type: ignore[index]  # torch types attributes as tensors
+        kinds = ", ".join(type(p).__name__.lstrip("_") for p in chain)
+        remove = f"torch.nn.utils.parametrize.remove_parametrizations({path}, {weight!r})"
+        return f"{whose} has the parametrization {kinds} of its {weight}. Make it a plain weight by {remove}"
+    if (hook := _computing_hooks(layer).get(weight)) is not None:
+        remove = next(call for kind, call in _REMOVE.items() if isinstance(hook, kind))
+        return (
+            f"{whose} has {type(hook).__name__} of its {weight}. Make it a plain weight by "
+            f"{remove.format(layer=path, weight=weight)}"
+        )
+    return f"{whose} has no parameter {weight!r}. Make it one"
+
+
+def _class_name(layer: nn.Module) -> str:
+    # parametrize replaces the class of a layer by a subclass of this name
+    cls = type(layer)
+    return cls.__mro__[1].__name__ if cls.__name__.startswith("Parametrized") else cls.__name__
