@@ -92,7 +92,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Adaptors, LoRA layers and thin modules for any `torch.nn.Module`, without a federation.",
         [
             *_names("adapters.floral_module", "Floral"),
-            *_names("adapters.lora_layers", "add_lora LoRALayer"),
+            *_names("adapters.lora_layers", "add_lora merge_lora LoRALayer"),
             *_names(
                 "adapters.deployment",
                 "deploy save_deployed load_deployed measure_size Size compare_latency Latency",

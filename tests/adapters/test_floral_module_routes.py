@@ -90,7 +90,7 @@ def test_routes() -> None:
     ("options", "error", "match"),
     [
         ({"num_clusters": 0}, ConfigError, "num_clusters.*>= 1; it is 0"),
-        ({"num_clusters": 2.0}, ConfigError, "num_clusters"),
+        ({"num_clusters": 2.5}, ConfigError, "num_clusters"),
         ({"rank": "8"}, ConfigError, "rank.*'8'"),
         ({"rank": True}, ConfigError, "rank"),
         ({"alpha": 0.0}, ConfigError, "alpha"),

@@ -259,12 +259,12 @@ class Architecture:
         with unchanged(self.module):
             found = scores()
             if found.requires_grad:
-                return found, True
+                return found.detach(), True
             self.set_training(True)
             try:
-                return found, scores().requires_grad
+                return found.detach(), scores().requires_grad
             except (RuntimeError, ValueError, TaskError):
-                return found, True
+                return found.detach(), True
             finally:
                 self.set_training(False)
 
