@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_line_for_each_charged_round(path: Path) -> None:
     assert charge(ledger, 0, [7, 3])
     assert ledger.charge(1, 1.5, 0.2, FIXED, [3, 4], seeded=False)
     first, second = map(json.loads, path.read_text().splitlines())
+    assert first.pop("check") == zlib.crc32(json.dumps(first).encode())
     assert first == {
         "round": 0,
         "noise": 1.5,
@@ -109,6 +111,8 @@ def test_a_kill_at_any_byte_of_the_last_line_leaves_the_lines_before(path: Path)
         lambda lines: [lines[0][:-9], *lines[1:]],
         lambda lines: [lines[0], b"", *lines[1:]],
         lambda lines: [lines[0].replace(b"1.5", b"-1.5"), *lines[1:]],
+        lambda lines: [lines[0].replace(b"1.5", b"9.5"), *lines[1:]],
+        lambda lines: [lines[0].replace(b"[0, 5]", b"[0, 4]"), *lines[1:]],
         lambda lines: [lines[0].replace(b"1.5", b"NaN"), *lines[1:]],
         lambda lines: [lines[0].replace(b"noise", b"nois"), *lines[1:]],
         lambda lines: [lines[0].replace(b"poisson", b"uniform"), *lines[1:]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -217,12 +218,15 @@ def _charge(round: int, noise: float, clip: float, sampling: Sampling, clients: 
 
 def _encode(charge: Charge) -> bytes:
     sampling = {name: value for name, value in asdict(charge.sampling).items() if value is not None}
-    return json.dumps(asdict(charge) | {"sampling": sampling}).encode()
+    table = asdict(charge) | {"sampling": sampling}
+    # a damaged digit would else be another charge
+    return json.dumps(table | {"check": zlib.crc32(json.dumps(table).encode())}).encode()
 
 
 def _decode(line: bytes, where: str) -> Charge:
     try:
         value = json.loads(line)
+        del value["check"]
         sampling = Sampling(**value.pop("sampling"))
         charge = _charge(sampling=sampling, **value)
         if _encode(charge) != line:
