@@ -267,3 +267,19 @@ def test_a_further_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
     RunSettings(device="cuda:1")
     with pytest.raises(ConfigError, match="finds 2 GPU here, cuda:0 to cuda:1"):
         RunSettings(device="cuda:2")
+
+
+def test_network_settings_of_a_local_run_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(Path())
+    for command in (["run", file], ["compare", file]):
+        found = refused(capsys, *command, "network.deadline=5", "run.rounds=1")
+        assert "network.deadline=5 does nothing in a run within this process" in found
+        assert "--engine flower" in found
+    found = refused(capsys, "compare", file, "--vary", "network.deadline=5,6", "run.rounds=1")
+    assert "network.deadline=5,6 does nothing" in found
+    assert not Path("runs").exists()
+    # a file that server and clients share may be simulated first
+    out = done(
+        capsys, "run", write(Path(), SMALL + "[network]\ndeadline = 5\n[network.limits]\nban_after = 1\n")
+    )
+    assert "network.deadline, network.limits do nothing in this run" in " ".join(out.split())

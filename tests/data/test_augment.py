@@ -105,9 +105,9 @@ def test_all_windows_come_equally_often_and_one_says_nothing_of_the_next(augment
 def test_the_default_does_nothing_and_draws_nothing() -> None:
     random, state = generator(), generator().get_state()
     for x in (images(4, 1, 5, 5), {"ids": torch.zeros(2, 3)}):
-        assert Augment(fill=2.0).apply(x, random) is x
+        assert Augment().apply(x, random) is x
     assert torch.equal(random.get_state(), state)
-    assert [a.active for a in (Augment(fill=2.0), Augment(flip=True), Augment(crop=1))] == [False, True, True]
+    assert [a.active for a in (Augment(), Augment(flip=True), Augment(crop=1))] == [False, True, True]
 
 
 def test_settings_without_a_meaning_are_refused() -> None:
@@ -345,4 +345,4 @@ def test_a_run_goes_on_with_its_own_augmentation_or_none_and_no_other(tmp_path: 
     assert "augment" not in json.loads((tmp_path / "plain" / "run.json").read_text())
     with pytest.raises(CheckpointError, match="augment is only in the new configuration"):
         go(tmp_path / "plain", on, resume=True)
-    assert len(go(tmp_path / "plain", federation(Augment(fill=1.0)), resume=True).rounds) == 4
+    assert len(go(tmp_path / "plain", federation(Augment()), resume=True).rounds) == 4

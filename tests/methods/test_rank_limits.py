@@ -271,9 +271,7 @@ def test_what_is_no_rank_is_refused_alike_in_every_place() -> None:
     }
     for name, place in places.items():
         for bad in BAD:
-            with pytest.raises(
-                ConfigError, match=rf"(?i){name}.*(whole number|integer|number).* {bad!r}$"
-            ):
+            with pytest.raises(ConfigError, match=rf"(?i){name}.*(whole number|integer|number).* {bad!r}$"):
                 place(bad)
     for name in ADAPTORS:
         for bad in BAD:

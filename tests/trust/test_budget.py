@@ -132,10 +132,8 @@ def test_local_noise_of_the_first_plan_is_kept(tmp_path: Path) -> None:
     assert result.run.budget is not None
     # planned for two updates of each client
     assert {result.run.budget.ledger.releases(i) for i in range(4)} == {2}
-    assert (
-        "the privacy budget of each client, privacy.epsilon = 4.0, is spent"
-        in RunRecord.load(tmp_path / "run").status["message"]
-    )
+    message = RunRecord.load(tmp_path / "run").status["message"]
+    assert "the privacy budget of each client, privacy.epsilon = 4.0, is spent" in message
 
 
 def test_a_run_from_before_plans_were_stored_has_the_noise_of_its_ledger(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_twenty_three_of_seventy_clients_may_be_lost() -> None:
 def rounds(draw: st.DrawFn) -> tuple[SecureSums, float, list[Any]]:
     """Settings, the largest weight, and the contributions of a round of random structure."""
     options = SecureSums(
-        bits=draw(st.integers(2, 32)), bound=draw(st.sampled_from([0.1, 1.0, 8.0])), threshold=0.51
+        on=True, bits=draw(st.integers(2, 32)), bound=draw(st.sampled_from([0.1, 1.0, 8.0])), threshold=0.51
     )
     largest = draw(st.sampled_from([0.3, 1.0, 37.0, 1e6]))
     shapes = draw(st.lists(st.sampled_from([(), (0,), (3,), (2, 3)]), min_size=1, max_size=3))
@@ -251,7 +251,7 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
 
 
 def test_the_bound_is_met_closely_and_by_nothing_smaller() -> None:
-    options = SecureSums(bits=3, bound=3.0)  # values -3, -2, ..., 3
+    options = SecureSums(on=True, bits=3, bound=3.0)  # values -3, -2, ..., 3
     aggregator = secure((0, 1), options)
     for client in (0, 1):
         aggregator.add(client, Mean(torch.tensor([0.49, -1.51, 9.0, -3.0]), client + 1))
@@ -263,7 +263,7 @@ def test_the_bound_is_met_closely_and_by_nothing_smaller() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 127, 128, 1000, 100_000])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_sums_do_not_wrap_and_no_bits_are_wasted(bits: int, n: int, sign: int) -> None:
-    grid = FixedPoint(SecureSums(bits=bits), n, 100.0)
+    grid = FixedPoint(SecureSums(on=True, bits=bits), n, 100.0)
     like = [Mean(torch.tensor(sign * 8.0), 100.0), Sum(torch.tensor(sign * 800.0))]
     vector, clipped = grid.encode([(leaf, [leaf.value]) for leaf in like])
     mean, total = grid.decode(vector * np.uint64(n), like)
@@ -280,7 +280,7 @@ def test_whole_numbers_of_examples_are_exact_weights() -> None:
 
 
 def test_weights_that_are_no_multiples_of_the_unit_are_rounded() -> None:
-    options = SecureSums(bits=32, bound=1.0)
+    options = SecureSums(on=True, bits=32, bound=1.0)
     grid = FixedPoint(options, 2, 1.0)
     aggregator = secure((0, 1), options, largest=1.0)
     w = (100.5 * grid.unit, 1.0)
@@ -422,7 +422,7 @@ def test_a_hundred_clients_need_ten_of_twenty_nine_holders() -> None:
 
 
 def test_a_sum_of_one_is_no_sum() -> None:
-    aggregator = secure((4,), SecureSums(threshold=0.51))
+    aggregator = secure((4,), SecureSums(on=True, threshold=0.51))
     aggregator.add(4, contribution(4))
     assert aggregator.finish() is None
     assert "1 clients replied, and 2 must" in aggregator.reason

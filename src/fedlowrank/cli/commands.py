@@ -23,7 +23,7 @@ from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonF
 from ..core.files import as_checkpoint_error
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
-from ..network.account import prepare_resume
+from ..network.account import ACCOUNT, prepare_resume
 from ..report import export_tensorboard, in_order, render_terminal, save_figures, write_report
 from ..report.style import EMBEDDED_FONTS, Width
 from ..simulation.export import write
@@ -52,10 +52,27 @@ def run(
     experiment.build_method(name)
     if folder.exists() and not force:
         raise CheckpointError(RunFolder.taken(folder))
+    _mention_network(experiment, overrides)
     federation = experiment.federation()
     _show_data(federation)
     run_method(experiment, name, federation, folder, force)
     return show_run(folder)
+
+
+def _mention_network(experiment: ExperimentConfig, typed: Sequence[str]) -> None:
+    """Refuse network settings that were typed for a run within this process; name those of its file.
+
+    A file may be shared with the server and the clients of a network, and simulated first.
+    """
+    if experiment.run.engine == "flower":
+        return
+    cure = "add --engine flower for a run over a network"
+    for text in typed:
+        if text.strip().startswith("network."):
+            raise ConfigError(f"{text} does nothing in a run within this process: {cure}, or leave it out")
+    if found := experiment.to_dict().get("network"):
+        names = ", ".join(f"network.{name}" for name in found)
+        OUT.print(f"{names} {'do' if len(found) > 1 else 'does'} nothing in this run: {cure}", style="yellow")
 
 
 def _log_override(log: Sequence[str] | None) -> list[str]:
@@ -85,6 +102,7 @@ def compare(
         *(("vary",) if vary else ()),
     ]
     refuse_unread(laid, {"tune": TUNE, **{path: COMPARED[path] for path in named}})
+    _mention_network(base, [*overrides, *(vary or base.vary)])
     numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
     runs = plan_runs(base, methods or base.compared_methods, numbers, vary or base.vary, out, laid)
@@ -160,6 +178,8 @@ def resume(
             f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, "
             "or start a new run in another folder."
         )
+    if not (folder / ACCOUNT).exists():
+        _mention_network(experiment, overrides)
     if (round is not None or without) and not prepare_resume(folder, round, without):
         return 0
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])

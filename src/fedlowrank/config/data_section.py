@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
+from ..core.switch import refuse_unread_field
 from ..data.bundled import Digits
 from ..data.checks import check_minimum
 from ..data.concept import Concept, NaturalClusters
@@ -47,6 +48,10 @@ class Preparation(CheckedFields):
         if not 0 < self.keep <= 1:
             raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
         check_minimum("data.keep_at_least", self.keep_at_least, 1)
+        if self.keep == 1:
+            refuse_unread_field(
+                self, "keep_at_least", "data", "with data.keep = 1", "set data.keep, such as to 0.1"
+            )
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,14 @@ class ExperimentConfig(pydantic.BaseModel):
         refuse_unread_methods(laid.overrides, given, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
-        """Parse this experiment with nested tables laid over it."""
+        """Parse this experiment with nested tables laid over it.
+
+        Where they choose the value of a switch, such as ``run.robust.rule``, what this experiment has beside it
+        and that value does not read is left out: a comparison may switch a section off.
+        """
         merged = self.to_dict()
         merge_tables(merged, tables)
+        _leave_out_unread(merged, tables)
         return self.parse(merged, self._allow_code)
 
     def to_dict(self) -> dict[str, Any]:
@@ -400,6 +405,23 @@ class ExperimentConfig(pydantic.BaseModel):
         for tables, experiment in ((before, whole), (now, self)):
             tables |= experiment.model_dump(mode="json", include=set(_DESCRIBED))
         return changes_of(before, now, method)
+
+
+def _leave_out_unread(merged: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Leave out of the sections of ``run`` what a switch that is laid over them does not read."""
+    given = over.get("run")
+    if not isinstance(given, Mapping):
+        return
+    for field in dataclasses.fields(RunSettings):
+        own, switch = given.get(field.name), getattr(field.default, "switch", None)
+        if switch is None or not isinstance(own, Mapping) or switch.field not in own:
+            continue
+        section = merged["run"][field.name]
+        merged["run"][field.name] = {
+            name: value
+            for name, value in section.items()
+            if name in own or switch.is_read(name, own[switch.field])
+        }
 
 
 def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, Any, Any]]:

@@ -12,13 +12,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
 from .field_checks import CheckedFields
+from .switch import Switch, check_switch
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Schedule(CheckedFields):
     floor: float = 0.0
     warmup: int = 0
 
+    switch: ClassVar[Switch] = Switch(
+        "kind",
+        {"factor": ("exponential", "step"), "every": ("step",), "rounds": ("cosine",), "floor": ("cosine",)},
+    )
+
     def __post_init__(self) -> None:
         if (
             not 0 < self.factor < math.inf
@@ -53,6 +59,12 @@ class Schedule(CheckedFields):
             raise ConfigError(
                 "schedule: factor must be > 0, every and rounds >= 1, floor within [0, 1] and warmup >= 0; "
                 f"they are {self.factor}, {self.every}, {self.rounds}, {self.floor} and {self.warmup}"
+            )
+        check_switch(self, self.switch, "schedule")
+        if self.kind in ("exponential", "step") and self.factor == 1:
+            raise ConfigError(
+                f"schedule.factor = {self.factor} with schedule.kind = {self.kind!r} changes no learning rate: set "
+                "schedule.factor, such as 0.99, or leave the schedule out"
             )
 
     def scale(self, round: int) -> float:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
+from ..core.switch import Switch, check_switch
 from .checks import check_minimum
 from .dataset import Inputs, Stored
 
@@ -42,6 +43,7 @@ class Augment(CheckedFields):
         is_number = isinstance(self.fill, int | float) and not isinstance(self.fill, bool)
         if not is_number or not math.isfinite(self.fill):
             raise ConfigError(f"augment.fill must be a finite number, not {self.fill!r}.")
+        check_switch(self, Switch("crop", {"fill": ()}), "augment")
 
     @property
     def active(self) -> bool:

@@ -33,6 +33,7 @@ from ..core.contribution import Mean
 from ..core.loss import gradient, supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
+from ..core.switch import Switch, check_switch
 from ..core.tree import Params, add, dot, map, sub
 
 
@@ -75,6 +76,11 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     title = "Per-FedAvg"
     citation = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
     bounds = {"alpha": ">= 0", "delta": "> 0"}
+
+    def __post_init__(self) -> None:
+        """Refuse a δ that no difference uses."""
+        super().__post_init__()
+        check_switch(self, Switch("variant", {"delta": ("hessian_free",)}), self.title)
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the step before inference."""

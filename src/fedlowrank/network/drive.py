@@ -73,6 +73,11 @@ def drive(
     method, count, limits = made.build_method(name), clients_of(made), made.network.limits
     # run.json keeps the experiment's engine, with which `fedlowrank resume` compares
     protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=())
+    if made.run.adapters:
+        raise ConfigError(
+            "run.adapters writes models of simulated clients; over a network the server and each client write their "
+            "own at the end of the run. Leave run.adapters out"
+        )
     callbacks = settings_callbacks(protocol)
     check_loggers(protocol.log, out)
     promised = promised or settings.examples

@@ -11,6 +11,7 @@ import torch
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
+from ..core.switch import refuse_unread_field
 from .communication import PayloadSize, Volume
 from .device_table import read_device_table
 
@@ -96,6 +97,10 @@ class Devices(CheckedFields):
         values = () if value is None else _values(value)
         if (value is not None and not values) or any(not 0 < v < math.inf for v in values):
             raise ConfigError(f"run.devices.{name} must be > 0 and finite; it is {value}")
+
+        if self.per_client and not any(isinstance(getattr(self, name), tuple) for name in _LISTS):
+            where, cure = "without a list", "give run.devices.speeds, uplink, downlink or availability a list"
+            refuse_unread_field(self, "per_client", "run.devices", where, cure)
 
     @property
     def has_clock(self) -> bool:

@@ -86,6 +86,8 @@ def simulate(
         )
     callbacks = [*settings_callbacks(chosen), *as_callbacks(on_round)]
     refuse_without_validation(callbacks, federation)
+    if chosen.keep_best:
+        _check_keep_best(federation, folder)
     check_loggers(chosen.log, None if folder is None else Path(folder))
     with threads(chosen.threads):
         plan = Plan.read(Path(folder)) if resume and folder is not None else None
@@ -103,6 +105,19 @@ def simulate(
                 target.create(force)
                 records = []
             return Result(run, rounds(run, target, records, progress, callbacks))
+
+
+def _check_keep_best(federation: Federation, folder: str | Path | None) -> None:
+    """Refuse to keep the best state where there is nothing to choose it by, or no place for it."""
+    if folder is None:
+        raise ConfigError(
+            "run.keep_best keeps a state in the run's folder: pass folder=..., or leave run.keep_best out"
+        )
+    if not any(len(client.val) for client in federation.clients):
+        raise ConfigError(
+            "run.keep_best chooses the state by validation examples, and no client has any: set split.val in the "
+            "experiment file, or val= of Federation.from_arrays, such as 0.1, or leave run.keep_best out"
+        )
 
 
 def _check_types(method: Any, federation: Any) -> None:

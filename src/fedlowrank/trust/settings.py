@@ -7,11 +7,15 @@ server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..core.choices import check_bounds
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
+from ..core.switch import Switch, check_switch
+
+_RULES = ("median", "trimmed_mean", "geometric_median", "norm_bound", "krum", "multi_krum")
+_WITH_STRENGTH = ("sign_flip", "scaled", "gaussian", "alie", "inner_product", "examples")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,11 @@ class Compression(CheckedFields):
     uplink: str = ""
     error_feedback: bool = True
 
+    switch: ClassVar[Switch] = Switch("uplink", {"error_feedback": ()})
+
+    def __post_init__(self) -> None:
+        check_switch(self, self.switch, "run.compression")
+
 
 @dataclass(frozen=True)
 class Clipping(CheckedFields):
@@ -45,7 +54,10 @@ class Clipping(CheckedFields):
     quantile: float | None = None
     rate: float = 0.2
 
+    switch: ClassVar[Switch] = Switch("quantile", {"rate": ()})
+
     def __post_init__(self) -> None:
+        check_switch(self, self.switch, "run.clipping")
         check_bounds(self, {"norm": "> 0", "quantile": "> 0 and < 1", "rate": "> 0"}, "clipping")
         if self.quantile is not None and self.norm is None:
             raise ConfigError("clipping.quantile: the bound needs a first value; set clipping.norm, too")
@@ -71,8 +83,13 @@ class Privacy(CheckedFields):
     delta: float | None = None
     accountant: Literal["pld", "rdp"] = "rdp"
 
+    switch: ClassVar[Switch] = Switch(
+        "kind", dict.fromkeys(("noise", "epsilon", "delta", "accountant"), ("central", "local"))
+    )
+
     def __post_init__(self) -> None:
         check_bounds(self, {"noise": "> 0", "epsilon": "> 0", "delta": "> 0 and < 1"}, "privacy")
+        check_switch(self, self.switch, "run.privacy")
         if self.kind == "none":
             return
         if self.delta is None:
@@ -104,8 +121,12 @@ class Robust(CheckedFields):
     hostile: float = 0.2
     weights: Literal["equal", "examples"] = "equal"
 
+    # the other rules hold against fewer than half, which covers whatever share is assumed
+    switch: ClassVar[Switch] = Switch("rule", dict.fromkeys(("hostile", "weights"), _RULES))
+
     def __post_init__(self) -> None:
         check_bounds(self, {"hostile": ">= 0 and < 0.5"}, "robust")
+        check_switch(self, self.switch, "run.robust")
 
 
 @dataclass(frozen=True)
@@ -135,8 +156,18 @@ class Attack(CheckedFields):
     strength: float | None = None
     target: int = 0
 
+    switch: ClassVar[Switch] = Switch(
+        "kind",
+        {
+            "share": ("label_flip", "backdoor", *_WITH_STRENGTH),
+            "strength": _WITH_STRENGTH,
+            "target": ("backdoor",),
+        },
+    )
+
     def __post_init__(self) -> None:
         check_bounds(self, {"share": "> 0 and <= 1", "strength": "> 0", "target": ">= 0"}, "attack")
+        check_switch(self, self.switch, "run.attack")
 
 
 @dataclass(frozen=True)
@@ -155,9 +186,12 @@ class SecureSums(CheckedFields):
     bound: float = 8.0
     threshold: float = 0.66
 
+    switch: ClassVar[Switch] = Switch("on", dict.fromkeys(("bits", "bound", "threshold"), (True,)))
+
     def __post_init__(self) -> None:
         bounds = {"bits": ">= 2 and <= 32", "bound": "> 0", "threshold": "> 0.5 and <= 1"}
         check_bounds(self, bounds, "secure")
+        check_switch(self, self.switch, "run.secure")
 
 
 @dataclass(frozen=True)
