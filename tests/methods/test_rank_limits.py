@@ -30,6 +30,8 @@ from fedlowrank.methods import METHODS, FedHL, FedIT, FLoRA, HetLoRA
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.simulation.result import Result
 
+from .setting import at, run_of
+
 LORA = ("fedit", "hetlora", "flexlora", "flora", "fedhl", "ffa_lora", "fedsa_lora", "fedex_lora")
 ADAPTORS = ("floral", "local_adaptor")
 quiet = pytest.mark.filterwarnings("ignore::fedlowrank.core.errors.LoweredRankWarning")
@@ -190,9 +192,34 @@ def test_forms_of_one_server_agree_on_narrow_layers() -> None:
             for n, p in a.run.local_model(a.run.federation.infos[1]).personal().items()
         }
         assert np.linalg.matrix_rank(delta["body.2.weight"].numpy(), tol=1e-5) == 2
+
+
+@quiet
+@pytest.mark.parametrize("name", ["fedhl", "flexlora", "flora"])
+def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) -> None:
     # α = 4, and the rank above all layers is 5
-    scales = [tuning.scale_of(a.run.task, info) for info in a.run.federation.infos]
-    assert scales == pytest.approx([4.0, 4 / 5, 1.0], rel=1e-15)
+    tuning = Tuning(scaling="alpha", rank=4)
+    made = METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), tuning=tuning)
+    run = run_of(made, federation(sizes=(7, 9, 8), rank=[1, 10_000, 4]), rounds=1, steps=0)
+    wanted: dict[str, Tensor] = {}
+    for k, (n, scale) in enumerate(((7, 4.0), (9, 4 / 5), (8, 1.0))):
+        assert tuning.scale_of(run.task, run.federation.infos[k]) == pytest.approx(scale, rel=1e-15)
+        _, upload = made.local_update(*at(run, k))
+        # W = 0 truncates to itself at any rank, so that all of FedHL's weights are equal
+        p = 1 / 3 if name == "fedhl" else n / 24
+        for layer, pair in upload.factors.items():
+            wanted[layer] = wanted.get(layer, torch.zeros(pair.dense().shape)) + p * scale * pair.dense()
+    run.step()
+    state, _, view = at(run, 0)
+    server, initial = made.server_model(run.state.server, state, view), view.model.initial
+    assert server is not None
+    for layer, update in wanted.items():
+        assert float(update.abs().max()) > 0.01
+        torch.testing.assert_close(
+            server[f"{layer}.weight"] - initial[f"{layer}.weight"], update, rtol=1e-4, atol=1e-5
+        )
+    # of a configured rank above all layers, α is that of the rank that is used
+    assert Tuning(scaling="alpha", rank=900).scaling_of(lora_of(view.model)).at(5) == 1.0
 
 
 @quiet
