@@ -81,7 +81,8 @@ def find_adapted_parameters(
             none, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a
             linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
             is a normalization.
-        rank: an integer, lowered where it is above what a weight can have; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
+        rank: an integer, lowered where it is above what a weight can have; or a budget ρ in (0, 1), see
+            :meth:`Fold.rank`.
         construction: of convolutions.
         kinds: what is adapted.
         include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
