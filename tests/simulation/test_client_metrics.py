@@ -232,7 +232,7 @@ def test_a_function_of_the_user_s(own: str) -> None:
 @pytest.mark.parametrize(
     ("names", "targets", "says"),
     [
-        ("macro_f1", 0, r"a list of names, such as \['macro_f1'\]"),
+        ("macro_f1", 0, r"a list is needed, such as \['macro_f1'\]"),
         (["macro_f"], 0, "Did you mean 'macro_f1'"),
         (["loss"], 0, "loss is always measured"),
         (["ece", "ece"], 0, "'ece' twice"),

@@ -61,6 +61,8 @@ class FieldChecks(ABCMeta):
 class CheckedFields(metaclass=FieldChecks):
     """Base of dataclasses of settings; see :class:`FieldChecks`."""
 
+    section: ClassVar[str] = ""
+    """How messages call the settings where it is not by the name of the class."""
     passed_to: ClassVar[str] = ""
     """The function that takes the fields as keyword arguments, for messages about arguments passed elsewhere."""
 
@@ -125,14 +127,14 @@ class _Plan(NamedTuple):
 
 
 def _call(cls: Any, plan: _Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name, hints, exact = cls.__name__, plan.hints, plan.exact
+    name, hints, exact = cls.section or cls.__name__, plan.hints, plan.exact
     if len(args) > len(hints):
         raise ConfigError(
             f"{name} takes at most {len(hints)} arguments ({', '.join(hints)}); {len(args)} were given"
         )
     for field, value in kwargs.items():
         if field not in hints:
-            raise ConfigError(_unknown(name, field, value, list(hints), hints, cls))
+            raise ConfigError(_unknown(cls.__name__, field, value, list(hints), hints, cls))
         if type(value) not in exact[field]:
             kwargs[field] = _check(name, field, hints[field], value)
     checked = [
@@ -238,6 +240,8 @@ def _fit_scalar(hint: Any, value: Any) -> Any:
         return int(value)
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)
+    if hint is str and callable(value) and hasattr(value, "__name__"):
+        raise _WrongValueError(f": name your own code 'module:{value.__name__}'; it is {_show(value)}")
     part = ", got a number with a fractional part" if hint is int and isinstance(value, float) else ""
     raise _WrongValueError(f": input should be {_SCALARS[hint]}{part}; it is {_show(value)}")
 

@@ -83,6 +83,7 @@ class RunSettings(CheckedFields):
             :mod:`fedlowrank.simulation.devices`.
     """
 
+    section: ClassVar[str] = "run"
     passed_to: ClassVar[str] = "simulate"
 
     rounds: int = 50
@@ -161,10 +162,6 @@ class RunSettings(CheckedFields):
 
 
 def _check_names(settings: RunSettings) -> None:
-    for field in ("callbacks", "log"):
-        value = getattr(settings, field)
-        if isinstance(value, str) or not all(isinstance(name, str) for name in value):
-            raise ConfigError(f"run.{field} is a list of names, such as [{value!r}]; it is {value!r}")
     for name in settings.callbacks:
         if not all(name.partition(":")):
             raise ConfigError(f"run.callbacks: a callback is named module:function; it is {name!r}")
