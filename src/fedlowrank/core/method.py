@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
@@ -217,11 +217,15 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         epochs: E, passes of a client over its own data in a round.
         batch_size: B, examples a local step.
         optimizer: of local training.
+        drop_last: whether an epoch of local training leaves out an incomplete last batch, as PyTorch's
+            ``DataLoader`` does; other examples each time. A client with fewer examples than a batch trains on
+            them as one batch. The weight of a client stays its number of examples n_k.
     """
 
     epochs: int = 1
     batch_size: int = 64
     optimizer: Optimizer = SGD(lr=0.01)
+    drop_last: bool = False
 
     title: ClassVar[str]
     citation: ClassVar[str] = ""
@@ -253,6 +257,13 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def passes(self) -> dict[str, Pass]:
         """Named passes over the local data in one round."""
         return {"local": Pass(self.epochs, self.batch_size)}
+
+    def local_passes(self) -> dict[str, Pass]:
+        """:meth:`passes` with ``drop_last`` applied; what engines execute. Override :meth:`passes`."""
+        return {
+            n: replace(sweep, drop_last=sweep.drop_last or self.drop_last)
+            for n, sweep in self.passes().items()
+        }
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """Which clients train in a round, by default the clients that the protocol sampled."""

@@ -84,12 +84,15 @@ class Pass:
         batch_size: examples a step; the last step of an epoch takes the remaining ones.
         steps: end after so many steps, or None.
         share: of the examples, in (0, 1]. Below 1, each pass of a round sees its own random part of them.
+        drop_last: whether an epoch ends before an incomplete batch. Fewer examples than a batch are one batch
+            all the same, so that every client takes a step.
     """
 
     epochs: int = 1
     batch_size: int = 64
     steps: int | None = None
     share: float = 1.0
+    drop_last: bool = False
 
     def examples_of(self, total: int) -> int:
         """Number of examples that the pass sees: its share of the total, rounded down, at least one."""
@@ -97,8 +100,27 @@ class Pass:
 
     def steps_over(self, total: int) -> int:
         """Optimizer steps of the pass at a client with so many examples."""
-        steps = self.epochs * -(-self.examples_of(total) // self.batch_size)
+        full, rest = self._batches(total)
+        steps = self.epochs * (full + (rest > 0))
         return steps if self.steps is None else min(steps, self.steps)
+
+    def has_batch_of_one(self, total: int) -> bool:
+        """Whether a step at a client with so many examples sees a single one."""
+        full, rest = self._batches(total)
+        return (self.batch_size == 1 and full > 0) or (
+            rest == 1 and (self.steps is None or self.steps > full)
+        )
+
+    def _batches(self, total: int) -> tuple[int, int]:
+        """Full batches of an epoch, and the examples of an incomplete one after them, or 0."""
+        full, rest = divmod(self.examples_of(total), self.batch_size)
+        return full, 0 if self.drop_last and full else rest
+
+    def complete(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """The batches of an epoch that are taken; an incomplete one may be anywhere among them."""
+        if not self.drop_last or len(batches) == 1:
+            return list(batches)
+        return [batch for batch in batches if len(batch) == self.batch_size]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Engine(ABC):
         """Execution of training for one client alone."""
         key = client_key(federation, client.id, round)
         own = federation.clients[client.id]
-        passes, by_length = method.passes(), federation.by_length
+        passes, by_length = method.local_passes(), federation.by_length
         data = LocalData(client, own.train, passes, key, federation.augment, own.quarter_turns, by_length)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()

@@ -104,7 +104,7 @@ class FedNova(Method[Params, None, Params, Params]):
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step of τ_eff along the mean of d_k."""
         sizes = [client.examples for client in view.replied] or [1]
-        steps = [self.epochs * -(-n // self.batch_size) for n in sizes]
+        steps = [self.local_passes()["local"].steps_over(n) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
         effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
         return cast_like(add(server, total, effective), server)

@@ -140,7 +140,7 @@ class NetworkEngine(Engine):
 
     def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
         """Refuse replies with outlying update norms; they do not count towards the blocklist."""
-        passes = self.templates.method.passes()
+        passes = self.templates.method.local_passes()
         examples = {c: self.registry.registered[c].examples for c in self._norms}
         steps = {c: sum(steps_of(passes, n).values()) for c, n in examples.items()}
         for client, why in self.bound.outliers(self._norms, steps, round).items():
@@ -303,7 +303,7 @@ class NetworkEngine(Engine):
             if trains:
                 template = self.templates.of(client, job.down)
                 upload = inspect(response.payload, template, client, limits)
-                passes, trained = method.passes(), template.trained
+                passes, trained = method.local_passes(), template.trained
             check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model, self.metrics)

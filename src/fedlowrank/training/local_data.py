@@ -88,9 +88,10 @@ class LocalData:
             for _ in range(sweep.epochs):
                 if lengths is not None:
                     seen = lengths if part is None else lengths[part]
-                    steps += length_buckets(seen, sweep.batch_size, generator)
+                    batches = length_buckets(seen, sweep.batch_size, generator)
                 else:
-                    steps += torch.split(torch.randperm(n, generator=generator), sweep.batch_size)
+                    batches = list(torch.split(torch.randperm(n, generator=generator), sweep.batch_size))
+                steps += sweep.complete(batches)
             steps = steps[: sweep.steps]
             self._orders[name] = steps if part is None else [part[i] for i in steps]
         return self._orders[name]

@@ -24,7 +24,7 @@ class TracingTrainer:
     """
 
     def __init__(self, method: AnyMethod, task: Task, model: Model) -> None:
-        self.passes = method.passes()
+        self.passes = method.local_passes()
         self.classes = task.classes
         self.model = model
         self.trained: list[str] = []

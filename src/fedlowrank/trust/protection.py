@@ -139,7 +139,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def passes(self) -> dict[str, Pass]:
         """See the base class."""
-        return self.inner.passes()
+        return self.inner.local_passes()
 
     def remarks(self, task: Task) -> list[str]:
         """See the base class."""
