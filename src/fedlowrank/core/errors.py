@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class FedlowrankError(Exception):
@@ -46,6 +47,17 @@ class SingleValueError(TaskError):
 
 class LossError(TaskError):
     """A loss by which nothing can be trained: no single number, or one that no trained parameter changes."""
+
+
+@contextlib.contextmanager
+def naming(whose: str, advice: str = "") -> Iterator[None]:
+    """Within this block a :class:`SingleValueError` without a client is raised again with one, and with an advice."""
+    try:
+        yield
+    except SingleValueError as error:
+        if error.whose or not whose:
+            raise
+        raise SingleValueError(error.layer, whose, advice or error.advice) from error
 
 
 class CheckpointError(FedlowrankError):

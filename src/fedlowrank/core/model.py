@@ -97,7 +97,7 @@ class Model(Protocol):
         """The parameters as the module holds them, with the client's own statistics and changed buffers."""
         ...
 
-    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]]) -> Model:
+    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]], whose: str = "") -> Model:
         """The model of a client that infers: batch normalizations use statistics of these inputs."""
         ...
 

@@ -268,6 +268,11 @@ class Architecture:
             finally:
                 self.set_training(False)
 
+    def layer_with_single_value(self) -> str | None:
+        """Name of the first batch normalization for which one example is one value of each channel."""
+        with unchanged(self.module), _PROBE.global_generators():
+            return self._code.layer_with_single_value(self.initial, self.example)
+
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
 
@@ -339,12 +344,17 @@ class Architecture:
         self._keep_mode()
         return local.complete(self._code, params, self._current_buffers or {})
 
-    def with_local_statistics(self, chunks: Chunks) -> Architecture:
-        """The same at a client that infers: batch normalizations use the statistics of its training data."""
+    def with_local_statistics(self, chunks: Chunks, whose: str = "") -> Architecture:
+        """The same at a client that infers: batch normalizations use the statistics of its training data.
+
+        Args:
+            chunks: inputs of the data.
+            whose: the client, for errors.
+        """
         if not self.statistics:
             return self
         made = copy.copy(self)
-        made._local = LocalStatistics(chunks)
+        made._local = LocalStatistics(chunks, whose)
         return made
 
     def represent(self, params: Params, x: Any) -> Tensor:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from ..core.errors import naming
 from ..core.tree import Params
 from .normalization import FunctionalModule
 from .pooled_statistics import Chunks
@@ -22,10 +23,11 @@ class LocalStatistics:
 
     Args:
         chunks: inputs of the data.
+        whose: the client, for errors.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Chunks, whose: str = "") -> None:
+        self._chunks, self._whose = chunks, whose
         self._known: list[tuple[FunctionalModule, Params, Params]] = []
 
     def complete(self, code: FunctionalModule, params: Params, buffers: Params) -> Params:
@@ -44,7 +46,8 @@ class LocalStatistics:
             ):
                 return params | statistics
         copies = {n: b.clone() for n, b in buffers.items()}
-        statistics = code.statistics(params | copies, self._chunks)
+        with naming(self._whose):
+            statistics = code.statistics(params | copies, self._chunks)
         self._known = [*self._known[1 - KEPT :], (code, params, statistics)]
         return params | statistics
 
@@ -53,9 +56,9 @@ _OF_TOTALS: ContextVar[LocalStatistics | None] = ContextVar("statistics of total
 
 
 @contextlib.contextmanager
-def infer_by(chunks: Chunks) -> Iterator[None]:
+def infer_by(chunks: Chunks, whose: str = "") -> Iterator[None]:
     """Within this block every model normalizes by the statistics of these data, as where a client infers."""
-    token = _OF_TOTALS.set(LocalStatistics(chunks))
+    token = _OF_TOTALS.set(LocalStatistics(chunks, whose))
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import naming
 from ..core.key import generator_states
 from ..core.method import ClientInfo, Task
 from ..data.dataset import ClientData
@@ -213,7 +214,8 @@ class Evaluator:
                 for place in places:
                     client = model if len(places) == 1 else model_of(infos[place])
                     data = self.federation.clients[infos[place].id]
-                    parts.append(([place], as_table(evaluate_client(client, data, self.metrics))))
+                    with naming(f"client {infos[place].id}, whose examples are evaluated as one batch"):
+                        parts.append(([place], as_table(evaluate_client(client, data, self.metrics))))
         return scatter(parts, len(infos))
 
     def _score_together(self, models: Models) -> dict[str, Scores] | None:

@@ -117,7 +117,7 @@ def local_model(
     trainer = engine.trainer(method, federation, round, info)
     known = server is not None or down is None
     state, task = install_buffers(task, state)
-    model = task.model(info).with_local_statistics(trainer.inputs)
+    model = task.model(info).with_local_statistics(trainer.inputs, trainer.whose)
     view = ClientView(info, task, model, round, trainer.data.key, trainer)
     with torch.inference_mode(False):
         message = tree.canonical(method.download(server, info)) if known else down

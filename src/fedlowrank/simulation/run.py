@@ -33,6 +33,7 @@ from .preparation import attacked, check_parts, counted, placed, usual_examples
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
+from .single_examples import check_single_examples
 
 MANY = 1000
 """Clients up to which all are evaluated; of more, half of this number."""
@@ -111,6 +112,8 @@ class Run:
             )
         secret = self.is_deployed and settings.privacy.kind != "none"
         self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
+        if not self.is_deployed:
+            check_single_examples(method, self.federation, self.draws.unseen)
         draws, self.budget = self.draws, None
         if (privacy := self.trust.privacy).kind != "none":
             self.budget = Budget(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.errors import LossError, NonFiniteError
+from ..core.errors import LossError, NonFiniteError, naming
 from ..core.key import Key
 from ..core.method import Batch, ClientInfo, Request
 from ..models.architecture import Architecture
@@ -25,6 +25,11 @@ from .local_data import LocalData, Size, chunk_size, gather, size_of
 from .steps import Work, layout
 
 T = TypeVar("T")
+
+_BATCHES_OF_ONE = (
+    "Set drop_last = true in the method, or a batch_size that leaves no client a batch of one example; a client "
+    "with one example cannot train this model."
+)
 
 
 @dataclass
@@ -79,10 +84,11 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
+        training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
         try:
-            if standard:
-                self.count(request, kind)
-            with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
+            with training, naming(self.whose, _BATCHES_OF_ONE):
+                if standard:
+                    self.count(request, kind)
                 end, losses = descend(
                     request,
                     self.data.batches(name),
@@ -159,6 +165,12 @@ class LocalTrainer:
                 for model in self.models:
                     model.set_training(False)
 
+    @property
+    def whose(self) -> str:
+        """The client and its data, for errors."""
+        examples = len(self.data.examples)
+        return f"client {self.data.info.id} with {examples} training example{'s' * (examples != 1)}"
+
     def inputs(self) -> Iterator[Any]:
         """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
         return (b.x for b in self.data.chunks(equal_width=True, whole=self._in_one_chunk()))
@@ -189,7 +201,7 @@ class LocalTrainer:
             if standard
             else (self.data.key / "total").global_generators(self.data.examples.y.device)
         )
-        with torch.no_grad(), draws, infer_by(self.inputs):
+        with torch.no_grad(), draws, infer_by(self.inputs, self.whose), naming(self.whose):
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
             for batch in self.data.chunks(whole=self._in_one_chunk()):
