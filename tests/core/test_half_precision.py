@@ -22,7 +22,8 @@ def replies(dtype: torch.dtype, count: int = 1000) -> list[Tensor]:
     """Of 1,000 clients of which a tenth is far from the others: the mean moves by less than a digit a reply."""
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randn(5, generator=generator) * 0.01 + (0.6 if k % 10 else 1.1)).to(dtype) for k in range(count)
+        (torch.randn(5, generator=generator) * 0.01 + (0.6 if k % 10 else 1.1)).to(dtype)
+        for k in range(count)
     ]
 
 

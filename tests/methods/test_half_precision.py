@@ -71,7 +71,10 @@ def uploads(model: dict[str, Tensor], round: int, size: float) -> list[dict[str,
     """Models near the one received, most of them by less than its next number on the mean."""
     generator = torch.Generator().manual_seed(round)
     return [
-        {n: (t.double() + size * (0.3 + torch.randn(t.shape, generator=generator))).to(t.dtype) for n, t in model.items()}
+        {
+            n: (t.double() + size * (0.3 + torch.randn(t.shape, generator=generator))).to(t.dtype)
+            for n, t in model.items()
+        }
         for _ in range(CLIENTS)
     ]
 
@@ -134,7 +137,9 @@ RULES: list[tuple[Any, Rule, dict[str, str]]] = [
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("method", "rule", "kept"), RULES, ids=[type(m).__name__ for m, *_ in RULES])
-def test_a_server_rounds_its_model_once(method: Any, rule: Rule, kept: dict[str, str], dtype: torch.dtype) -> None:
+def test_a_server_rounds_its_model_once(
+    method: Any, rule: Rule, kept: dict[str, str], dtype: torch.dtype
+) -> None:
     run = run_of(method, dtype)
     server, states = run.state.server, dict[str, State]()
     for t in range(ROUNDS):
@@ -208,7 +213,10 @@ def test_both_sides_hold_the_same_control_variate(method: Any, dtype: torch.dtyp
     ("ours", "theirs"),
     [
         (AdamW(lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
-        (SGD(lr=0.05, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.05, 0.9, weight_decay=0.1)),
+        (
+            SGD(lr=0.05, momentum=0.9, weight_decay=0.1),
+            lambda p: torch.optim.SGD(p, 0.05, 0.9, weight_decay=0.1),
+        ),
     ],
 )
 def test_a_clients_steps_are_rounded_once(dtype: torch.dtype, ours: Any, theirs: Any) -> None:

@@ -31,7 +31,8 @@ class PFedLoRAAdapter:
 
     def apply(self, r: Tensor, relu: bool) -> Tensor:
         """Scores ``[batch, classes]`` of representations ``[batch, inputs]``."""
-        z = functional.linear(r, self.a, self.a_bias)
+        # the model may have another type than the adapter at its head
+        z = functional.linear(r.to(self.a.dtype), self.a, self.a_bias)
         return functional.linear(functional.relu(z) if relu else z, self.b, self.b_bias)
 
 

@@ -31,12 +31,12 @@ from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import Group
-from ..core.tree import Params, map, tree
+from ..core.tree import Params, map, tree, widen
 
 
 @tree
 class Own:
-    """What a client keeps: its model v, and its share ``a [1]`` in the mixture."""
+    """What a client keeps: its model v, and its share ``a [1]`` in the mixture, float32 for half precision."""
 
     v: Params
     a: Tensor
@@ -53,7 +53,8 @@ class Joint:
 
 def mixture(a: Tensor, v: Params, w: Params) -> Params:
     """The mixture a v + (1 - a) w, exact at both ends."""
-    return map(lambda p, q: a * p + (1 - a) * q, v, w)
+    # the shape, too, for a has one dimension and a parameter may have none
+    return map(lambda p, q: (a * p + (1 - a) * q).to(p.dtype).reshape(p.shape), v, w)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class APFL(Method[Params, Own, Params, Params]):
         """The local model v starts at the common initial weights."""
         initial = task.model(client).initial
         # one element rather than none: the vectorized engine flattens what follows the client axis
-        return Own(initial, next(iter(initial.values())).new_full((1,), self.alpha))
+        return Own(initial, widen(next(iter(initial.values()))).new_full((1,), self.alpha))
 
     def local_update(self, state: Own, down: Params, view: ClientView) -> tuple[Own, Params]:
         """Simultaneous SGD on w, v and a."""

@@ -123,7 +123,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         def params() -> Params:
             if self.mixed == "outputs":
                 return map(lambda t: t[int(pi.argmax())], down)
-            return map(lambda t: torch.tensordot(pi, t, 1), down)
+            return map(lambda t: torch.tensordot(pi.to(t.dtype), t, 1), down)
 
         return ClientModel(params, {"personal": lambda x: apply({"models": down}, pi, x)}, routes=routes)
 
@@ -133,9 +133,9 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
             models: Params = parts["models"]
             if not outputs:
-                return model.apply({n: torch.tensordot(pi, t, 1) for n, t in models.items()}, x)
-            scores = [model.apply(one, x) for one in unbind_models(models)]
-            mixture: Tensor = torch.stack(scores, -1) @ pi
+                return model.apply({n: torch.tensordot(pi.to(t.dtype), t, 1) for n, t in models.items()}, x)
+            scores = torch.stack([model.apply(one, x) for one in unbind_models(models)], -1)
+            mixture: Tensor = scores @ pi.to(scores.dtype)
             return mixture
 
         return apply

@@ -128,7 +128,8 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
             h_t, h_s = big.represent(now.mentor, batch.x), small.represent(now.mentee, batch.x)
             t, s = big.head(now.mentor, h_t), small.head(now.mentee, h_s)
             ce_t, ce_s = cross_entropy(t, batch), cross_entropy(s, batch)
-            projected = h_s @ now.projection.mT
+            # models may hold tensors of several types
+            projected = h_s.to(now.projection.dtype) @ now.projection.mT
             mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)
             mentee = kl_divergence(t.detach(), s, batch) + square_error(h_t.detach(), projected, batch)
             return ce_t + ce_s + (mentor + mentee) / (ce_t + ce_s).detach()

@@ -67,8 +67,11 @@ class Upload:
 
 
 def layer_counts(params: Params, density: float) -> dict[str, int]:
-    """Active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities."""
-    weights, counts = {n: p for n, p in params.items() if p.ndim >= 2}, {}
+    """Active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities.
+
+    A weight without entries has no mask.
+    """
+    weights, counts = {n: p for n, p in params.items() if p.ndim >= 2 and p.numel()}, {}
     vectors = sum(p.numel() for p in params.values() if p.ndim < 2)
     budget = density * sum(p.numel() for p in params.values()) - vectors
     if budget < len(weights):
