@@ -36,6 +36,10 @@ from .user_arrays import (
 _HASH_ROWS = 4096
 
 
+# A model with more than this many scores for each class gets a remark.
+_MANY_OUTPUTS = 3
+
+
 class Companion(Protocol):
     """What belongs to models besides their code, such as a tokenizer."""
 
@@ -182,19 +186,24 @@ class Federation:
     def _remark(self, name: str, client: int, scores: Tensor) -> str:
         """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
         is_share = bool(((scores >= 0) & (scores <= 1)).all())
-        found = []
-        if not is_share and scores.shape[1] < 2 * len(self.classes):
+        has_many = scores.shape[1] > _MANY_OUTPUTS * len(self.classes)
+        if not is_share and not has_many:
             return ""
         layer, operation = self.architectures[name].last_layer(_first_input(self.clients[client].train))
         at = f" in its {layer}" if layer else ""
-        if not operation and is_share and scores.shape[1] > 1 and abs(float(scores.sum()) - 1) < 1e-5:
+        # a softmax over the batch makes ones of a single example; another forward may reshape what a softmax made
+        distance = abs(float(scores.sum()) - 1) if scores.shape[1] > 1 else 1.0
+        if operation == "softmax" and distance > 0.05:
+            operation = ""
+        elif not operation and distance < 1e-5:
             operation = "softmax"
+        found = []
         if is_share and operation:
             found.append(
                 f"ends in a {operation}{at}, but the loss is the cross-entropy, which applies a softmax itself, so "
                 f"that gradients become small. Leave the {operation} out"
             )
-        if scores.shape[1] >= 2 * len(self.classes):
+        if has_many:
             found.append(
                 f"makes {scores.shape[1]} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
                 "the classes if there are more (classes=...), or give it as many outputs as classes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from .normalization import (
     refuse_instance_statistics,
 )
 from .pooled_statistics import Chunks
-from .standard import has_hooks, is_standard
+from .standard import HOOKS, has_hooks, is_standard
 from .stateless import SavedSlots, restore, unchanged
 
 _PROBE = Key(("probe",))
@@ -216,7 +217,7 @@ class Architecture:
             return self.apply(self.initial | self._code.neutral(), x)
 
     def last_layer(self, x: Any) -> tuple[str, str]:
-        """What makes the scores of a few inputs, for messages.
+        """What makes the scores of a few inputs, for messages. Hooks of the user do not run.
 
         Returns:
             The innermost layer, such as ``layer '2' (Softmax)``, or nothing if ``forward`` itself does; and
@@ -227,17 +228,17 @@ class Architecture:
         def record(name: str) -> Callable[..., None]:
             return lambda layer, _, out: outputs.append((name, layer, out))
 
-        params = {
-            n: p.detach().requires_grad_(p.is_floating_point())
-            for n, p in (self.initial | self._code.neutral()).items()
+        trained = {
+            n: p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
+            for n, p in self.initial.items()
         }
-        hooks = [m.register_forward_hook(record(n)) for n, m in self.module.named_modules() if n]
-        try:
-            with unchanged(self.module), _PROBE.global_generators(), torch.enable_grad():
-                scores = self.apply(params, x)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with unchanged(self.module), _PROBE.global_generators(), torch.enable_grad():
+            for name, layer in self.module.named_modules():
+                # without the user's hooks, which count what they see
+                layer.__dict__.update({hooks: OrderedDict() for hooks in HOOKS})
+                if name:
+                    layer.register_forward_hook(record(name))
+            scores = self.apply(trained | self._code.neutral(), x)
         layer = next((f"layer {n!r} ({type(m).__name__})" for n, m, out in outputs if out is scores), "")
         operation = "" if scores.grad_fn is None else scores.grad_fn.name()
         return layer, next(
