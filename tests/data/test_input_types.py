@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import SGD, Federation, simulate
-from fedlowrank.core.errors import DataError, TaskError
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.methods import FedAvg
 
@@ -189,5 +190,19 @@ def test_an_embedding_that_gets_real_numbers_is_told_of_the_conversion() -> None
             )
             return scores
 
-    with pytest.raises(TaskError, match=r"converted from uint8 to float32.*x\.long\(\)"):
+    with pytest.raises(TaskError, match=r"x\.long\(\).*converted from uint8 to float32"):
         Federation.from_arrays([(BYTES.reshape(6, 6), Y)], Mixed)
+
+
+def test_an_experiment_whose_characters_became_pixels_is_refused(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "data": {"source": "arrays", "path": str(tmp_path / "a.npz"), "normalize": "none"},
+        "partition": {"clients": 2},
+        "model": {"names": ["char_lstm"]},
+    }
+    np.savez(tmp_path / "a.npz", x=BYTES.reshape(6, 6) % 2 + 1, y=Y)
+    with pytest.raises(ConfigError, match=r"char_lstm takes the numbers of characters.*int64"):
+        ExperimentConfig.parse(fields).federation()
+    fields["data"]["path"] = str(tmp_path / "b.npz")
+    np.savez(tmp_path / "b.npz", x=BYTES.reshape(6, 6).astype(int) % 2, y=Y)
+    ExperimentConfig.parse(fields).federation()

@@ -154,6 +154,13 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
     lora, head = experiment.lora, experiment.model.head
     if not isinstance(lora, LoraSettings):
         raise ConfigError("language: these data are no texts")
+    x = first.inputs
+    is_fractional = isinstance(x, torch.Tensor) and bool((x != x.round()).any())
+    if is_fractional and "char_lstm" in experiment.model.names:
+        raise ConfigError(
+            "model char_lstm takes the numbers of characters, but these inputs are not whole. Set data.normalize to "
+            "'none'; in an .npz file save them as int64, for unsigned bytes are pixels and divided by 255."
+        )
     factories = experiment.model.factories(tuple(example.shape[1:]), _outputs(first, shares.classes))
     return {
         n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)

@@ -383,8 +383,7 @@ class Federation:
                 raise
             cast = f"{given.dtype} to {example.dtype}".replace("torch.", "")
             raise TaskError(
-                f"{error} The inputs were converted from {cast}. A model that looks up whole numbers gets them as "
-                "int64, if it takes them in every forward pass; else convert them in its forward, x.long()."
+                f"{error} The inputs were converted from {cast}, as of any model that does not take whole numbers."
             ) from error
         if architecture is None:
             every = list(architectures)

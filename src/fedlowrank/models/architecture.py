@@ -467,9 +467,15 @@ def build_architecture(
     except FedlowrankError:
         raise
     except Exception as error:
+        looked_up = "'indices'" in str(error) or "used as indices" in str(error)
+        hint = (
+            " A model that looks up whole numbers converts them in its forward: x.long()."
+            if looked_up
+            else ""
+        )
         raise TaskError(
             f"model {name} cannot be used with this data: {type(error).__name__}: {error}. "
-            f"{describe_example(example)}"
+            f"{describe_example(example)}{hint}"
         ) from error
     return made
 
