@@ -57,14 +57,14 @@ def refused(make: Callable[[], Any]) -> str:
         (lambda: FedAvg(factor=0.1), "Did you mean optimizer=SGD(schedule=Schedule(factor=0.1))?"),
         (lambda: FedAvg(rounds=5), "Did you mean simulate(..., rounds=5)?"),
         (lambda: FedAvg(epoch=5), "Did you mean 'epochs'?"),
-        (lambda: FedAvg(nothing=5), "FedAvg has no argument 'nothing'. Known: 'batch_size', 'epochs'"),
+        (lambda: FedAvg(nothing=5), "FedAvg has no argument 'nothing'. Known: 'batch_size', 'drop_last', 'epochs'"),
         (lambda: FedHL(rank=2), "FedHL has no argument 'rank'. Did you mean tuning=Tuning(rank=2)?"),
         (lambda: FedAvg(epochs=1.5), "FedAvg.epochs: input should be a valid integer, got a number with a frac"),
         (lambda: FedAvg(epochs=True), "FedAvg.epochs: input should be a valid integer; it is True"),
         (lambda: FedAvg(epochs=None), "FedAvg.epochs: input should be a valid integer; it is None"),
         (lambda: FedAvg(batch_size="32"), "FedAvg.batch_size: input should be a valid integer; it is '32'"),
         (lambda: FedAvg(1, "32"), "FedAvg.batch_size: input should be a valid integer; it is '32'"),
-        (lambda: FedAvg(*range(1, 9)), "takes at most 4 arguments (epochs, batch_size, optimizer, weighting)"),
+        (lambda: FedAvg(*range(1, 9)), "takes at most 5 arguments (epochs, batch_size, optimizer, drop_last, weighting)"),
         (lambda: FedAvg(weighting="example"), "FedAvg.weighting: 'example' is no choice. Did you mean 'examples'?"),
         (lambda: FedAvg(optimizer="adam"), "SGD(...) or fedlowrank.AdamW(...), not 'adam'. Write optimizer=AdamW()"),
         (lambda: FedAvg(optimizer={"lr": 0.1}), "Write optimizer=SGD(lr=0.1)"),
@@ -165,7 +165,13 @@ def test_settings_are_copied_and_pickled_as_before() -> None:
 
 
 def test_signatures_stay_as_they_are_written() -> None:
-    assert list(inspect.signature(FedAvg).parameters) == ["epochs", "batch_size", "optimizer", "weighting"]
+    assert list(inspect.signature(FedAvg).parameters) == [
+        "epochs",
+        "batch_size",
+        "optimizer",
+        "drop_last",
+        "weighting",
+    ]
     assert inspect.signature(SGD).parameters["lr"].default == 0.01
     assert list(inspect.signature(add_lora).parameters)[:3] == ["module", "rank", "alpha"]
     assert list(inspect.signature(Floral).parameters)[:2] == ["model", "rank"]

@@ -113,7 +113,7 @@ def test_the_default_does_nothing_and_draws_nothing() -> None:
 def test_settings_without_a_meaning_are_refused() -> None:
     wrong = {"crop": (-1, 2.5, True), "flip": (0.5, 1), "fill": (np.nan, "black")}
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
-        with pytest.raises(ConfigError, match=rf"augment\.{name} must be .*, not {value!r}\.$"):
+        with pytest.raises(ConfigError, match=rf"(?i)augment\.{name}\b.* {value!r}\.?$"):
             Augment(**{name: value})
 
 

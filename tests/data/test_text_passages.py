@@ -60,7 +60,7 @@ def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path
         Speakers(path, length=100, test_share=0.1).load()
     with pytest.raises(DataError, match=r"line 2 names no speaker in 'speaker'"):
         Speakers(write(tmp_path / "b.jsonl", [rows[0], {"text": "a", "speaker": ""}])).load()
-    with pytest.raises(ConfigError, match="list of at least one column"):
+    with pytest.raises(ConfigError, match=r"a list is needed, such as \['speaker'\]"):
         Speakers(path, speaker="speaker")  # type: ignore[arg-type]
 
 

@@ -277,7 +277,7 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
         TextClasses(path, text=("title",)).load()
     with pytest.raises(DataError, match="no column 'head'"):
         TextClasses(path, text=("head", "body")).load()
-    with pytest.raises(ConfigError, match="list of at least one column"):
+    with pytest.raises(ConfigError, match=r"a list is needed, such as \['body'\]"):
         TextClasses(path, text="body")  # type: ignore[arg-type]
     for wrong in (None, 0.5, True):
         bad = write(tmp_path / "bad.jsonl", [*rows, {"title": "t", "body": "b", "label": wrong}])

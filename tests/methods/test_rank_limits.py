@@ -289,11 +289,11 @@ BAD: tuple[Any, ...] = (0, -1, 1.5, True, "8", float("nan"))
 def test_what_is_no_rank_is_refused_alike_in_every_place() -> None:
     places: dict[str, Callable[[Any], Any]] = {
         "tuning.rank": lambda r: Tuning(rank=r),
-        "client 1: its rank": lambda r: federation(rank=[2, r]),
-        "the rank of LoRA": lambda r: add_lora(nn.Linear(3, 3), r),
-        "every rank of lora.ranks": lambda r: LoraSettings(ranks=(2, r)),
-        "lora.r": lambda r: LoraSettings(r=r),
-        "client 0: its rank": lambda r: ClientInfo(0, 1, "m", rank=r),
+        r"(client 1: its rank|from_arrays\.rank, value 1)": lambda r: federation(rank=[2, r]),
+        r"(the rank of LoRA|add_lora\.rank)": lambda r: add_lora(nn.Linear(3, 3), r),
+        r"(every rank of lora.ranks|LoraSettings\.ranks, value 1)": lambda r: LoraSettings(ranks=(2, r)),
+        r"(lora.r|LoraSettings\.r)\b": lambda r: LoraSettings(r=r),
+        r"(client 0: its rank|ClientInfo\.rank)": lambda r: ClientInfo(0, 1, "m", rank=r),
         "rank": lambda r: Floral(nn.Linear(3, 3), r),
     }
     for name, place in places.items():

@@ -171,10 +171,10 @@ def find_trained_adapted_parameters(
     return found
 
 
-def warn_adapted_ranks(whose: str, where: Mapping[str, AdaptedParameter], stacklevel: int = 3) -> None:
+def warn_adapted_ranks(whose: str, where: Mapping[str, AdaptedParameter]) -> None:
     """Warn of ranks that are above what a parameter can have."""
     ranks = {name: adapted.asked for name, adapted in where.items()}
-    warn_lowered_ranks(whose, ranks, {n: adapted.matrix for n, adapted in where.items()}, stacklevel + 1)
+    warn_lowered_ranks(whose, ranks, {n: adapted.matrix for n, adapted in where.items()})
 
 
 def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.errors import ConfigError, TaskError
+from ..core.errors import ConfigError, TaskError, warn_user
 from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..core.tree import Params
@@ -141,9 +140,7 @@ class Floral(nn.Module):
         warn_adapted_ranks("Floral", self._adapted)
         if remark := unadapted_warning(model, self._adapted, is_included):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
-            warnings.warn(
-                f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2
-            )
+            warn_user(f"{remark}. {hint}; to silence this, exclude=... the others.")
         self.theta = nn.Parameter(
             like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32))
         )

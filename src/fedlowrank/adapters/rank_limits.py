@@ -6,10 +6,9 @@ it can be.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
-from ..core.errors import LoweredRankWarning
+from ..core.errors import LoweredRankWarning, warn_user
 
 _SHOWN = 5
 """Layers that a warning names."""
@@ -34,9 +33,7 @@ def describe_lowered_ranks(ranks: Mapping[str, int], shapes: Mapping[str, tuple[
     return found
 
 
-def warn_lowered_ranks(
-    whose: str, ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], stacklevel: int = 3
-) -> None:
+def warn_lowered_ranks(whose: str, ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> None:
     """Warn of ranks that are lowered; see :func:`describe_lowered_ranks`."""
     for text in describe_lowered_ranks(ranks, shapes):
-        warnings.warn(f"{whose}: {text}", LoweredRankWarning, stacklevel=stacklevel)
+        warn_user(f"{whose}: {text}", LoweredRankWarning)

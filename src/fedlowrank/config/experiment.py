@@ -185,7 +185,9 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if something is wrong, or nothing reads an override.
         """
-        made = cls.parse(laid.merge(), allow_code, method)
+        merged = laid.merge()
+        _leave_out_unread(merged, laid.overrides)
+        made = cls.parse(merged, allow_code, method)
         made.refuse_unread(laid, methods or ([method] if method else made.named_methods))
         return made
 

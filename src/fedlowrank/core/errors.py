@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class FedlowrankError(Exception):
@@ -112,3 +117,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(map(repr, names)) + "."
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called this package: the first one outside of it on the stack."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<string>")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

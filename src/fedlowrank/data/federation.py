@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import DataError, TaskError
+from ..core.errors import DataError, TaskError, warn_user
 from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
@@ -403,7 +402,7 @@ class Federation:
         ]
         made = cls(data, infos, architectures, names, seed, name, notes, augment=augment)
         for note in (*notes, *(made.remarks or ())):
-            warnings.warn(note, stacklevel=2)
+            warn_user(note)
         return made
 
     @classmethod

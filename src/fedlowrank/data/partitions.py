@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.errors import DataError, did_you_mean
+from ..core.errors import DataError, did_you_mean, warn_user
 from .huggingface import HuggingFace
 from .user_arrays import ArrayPair
 
@@ -43,7 +42,7 @@ def read_partitions(
     )
     examples, classes, notes = reader.read_parts(library, parts)
     for note in notes:
-        warnings.warn(note, stacklevel=3)
+        warn_user(note)
     clients: list[Any] = [{} for _ in found]
     for (client, name), part in zip(keys, examples, strict=True):
         if name:

@@ -7,7 +7,6 @@ by it, so that no aggregator knows of α or r.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +18,7 @@ from ...adapters.lora import LoRA, lora_of, parameters_beside_factors
 from ...adapters.rank_limits import describe_lowered_ranks
 from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors, unpack_factors
 from ...core.choices import check_rank
-from ...core.errors import LoweredRankWarning, TaskError
+from ...core.errors import LoweredRankWarning, TaskError, warn_user
 from ...core.field_checks import CheckedFields
 from ...core.loss import task_loss
 from ...core.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
@@ -112,7 +111,7 @@ class Tuning(CheckedFields):
         """
         lora = lora_of(task.common_model(method))
         for remark in self.remarks(task, method):
-            warnings.warn(f"{method}: {remark}", LoweredRankWarning, stacklevel=3)
+            warn_user(f"{method}: {remark}", LoweredRankWarning)
         return [self.rank_of(client, lora.largest_rank) for client in task.clients]
 
     def equal_rank(self, task: Task, method: str) -> int:
