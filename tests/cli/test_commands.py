@@ -208,7 +208,6 @@ def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> N
         (["--seeds", "0"], ["--seeds", "0,1"]),
         (['compare=["standalone"]'], []),
         (["seeds=[0]"], ["seeds=[0,1]"]),
-        ([], ["methods.pfedlora.mu=0.6"]),
         ([], ['title="Another title"']),
     ],
     ids=lambda v: " ".join(v) or "-",

@@ -23,7 +23,7 @@ def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # the models take seconds to draw and are not at issue
     monkeypatch.setattr(assembly, "build_architecture", lambda name, *rest, **more: name)
     # there is no model whose outputs could be checked
-    monkeypatch.setattr(Federation, "_check_outputs", lambda self: None)
+    monkeypatch.setattr(Federation, "_check_outputs", lambda self: [])
     monkeypatch.setattr(data_section, "normalize", lambda dataset, how: dataset)
     forget()
     yield

@@ -302,7 +302,9 @@ def test_what_is_no_rank_is_refused_alike_in_every_place() -> None:
                 place(bad)
     for name in ADAPTORS:
         for bad in BAD:
-            with pytest.raises(ConfigError, match=r"rank.*(an integer|a valid number|a valid string|ParameterBudget)"):
+            with pytest.raises(
+                ConfigError, match=r"rank.*(an integer|a valid number|a valid string|ParameterBudget)"
+            ):
                 simulate(method(name, bad), federation(), rounds=1)
     # whole numbers of numpy are whole numbers
     assert [i.rank for i in federation(rank=np.array([2, 3])).infos] == [2, 3]

@@ -185,13 +185,13 @@ def judged(name: str, data: bytes) -> Any:
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where the nodes of a tree are."""
-    inner = tree._items(value, "") or ()
+    inner = tree.children(value, "") or ()
     return [path, *(p for key, child in inner for p in paths(child, (*path, key)))]
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
-        value = dict(tree._items(value, "") or ())[key]
+        value = dict(tree.children(value, "") or ())[key]
     return value
 
 
@@ -199,8 +199,8 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     """The tree with another node there."""
     if not path:
         return new
-    return tree._rebuild(
-        value, [(k, put(v, path[1:], new) if k == path[0] else v) for k, v in tree._items(value, "") or ()]
+    return tree.rebuild(
+        value, [(k, put(v, path[1:], new) if k == path[0] else v) for k, v in tree.children(value, "") or ()]
     )
 
 

@@ -141,7 +141,7 @@ def test_a_run_from_before_plans_were_stored_has_the_noise_of_its_ledger(tmp_pat
     simulate("fedavg", alike(), rounds=2, **settings)
     path = tmp_path / "run" / "run.json"
     stored = json.loads(path.read_text())
-    del stored["plan"]
+    del stored["plan"], stored["digest"]
     path.write_text(json.dumps(stored))
     simulate("fedavg", alike(), rounds=6, resume=True, **settings)
     assert len(sigmas(tmp_path / "run")) == 1
@@ -195,7 +195,9 @@ def test_a_lost_ledger_is_no_new_budget(kept: int, tmp_path: Path, once: Path) -
 def test_a_damaged_plan_is_named(plan: Any, tmp_path: Path, once: Path) -> None:
     shutil.copytree(once, tmp_path / "run")
     path = tmp_path / "run" / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "plan": plan}))
+    stored = json.loads(path.read_text())
+    del stored["digest"]
+    path.write_text(json.dumps({**stored, "plan": plan}))
     with pytest.raises(CheckpointError, match=r"run\.json is damaged: the plan"):
         simulate(
             "fedavg", alike(), rounds=3, privacy=CENTRAL, folder=tmp_path / "run", resume=True, **POISSON

@@ -316,7 +316,7 @@ class Federation:
         *,
         head: str | None = None,
         architecture: Sequence[str] | None = None,
-        rank: Sequence[int] | None = None,
+        rank: Sequence[int | None] | None = None,
         cluster: Sequence[int] | None = None,
         classes: Sequence[str] | int | None = None,
         val: float = 0.1,
