@@ -119,7 +119,7 @@ def test_humaneval(tmp_path, tokenizer):
     }
     model = Scripted(tokenizer, says)
     for execute in (False, None, 1, "yes"):
-        with pytest.raises(ConfigError, match="no security boundary|should be a valid boolean"):
+        with pytest.raises(ConfigError, match=r"no security boundary|should be a valid boolean"):
             HumanEval(path, execute=execute).score(model, tokenizer, asked)
     assert model.asked == []
     score = HumanEval(path, execute=True).score(model, tokenizer, asked)
