@@ -580,3 +580,11 @@ def test_batches_are_taken_in_parts_only_where_examples_are_by_themselves(kind: 
     parts, whole = (simulate(FEDAVG, federation, rounds=1, micro_batch=m).run.state.server for m in (2, None))
     for n, p in whole.items():
         torch.testing.assert_close(parts[n], p, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["per_fedavg", "pfedme", "fedkd"])
+def test_losses_that_are_no_mean_over_examples_are_not_taken_in_parts(name: str) -> None:
+    """Inner steps and quotients of losses: with parts, models differed by 7e-5 to 4e-4 in float64."""
+    federation = Federation.from_arrays(clients(), (COUPLED | SINGLE)[next(iter(SINGLE))])
+    with pytest.raises(ConfigError, match=r"micro_batch = 2.*no mean over the examples"):
+        simulate(name, federation, rounds=1, micro_batch=2)

@@ -236,6 +236,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
     uses_rounds: ClassVar[bool] = False
     """Whether rounds depend on their total number (``task.rounds``), so that a run cannot be extended."""
+    couples_examples: ClassVar[bool] = False
+    """Whether the loss of a batch is no mean over its examples, so that a batch cannot be taken in parts."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
 

@@ -90,7 +90,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
     title = "FedKD"
     citation = "Wu et al., Nature Communications 2022, arXiv:2108.13323"
     bounds = {"energy_start": "> 0 and <= 1", "energy_end": "> 0 and <= 1"}
-    needs_classes = heterogeneous = uses_rounds = True
+    needs_classes = heterogeneous = uses_rounds = couples_examples = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

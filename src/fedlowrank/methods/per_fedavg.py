@@ -75,6 +75,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     title = "Per-FedAvg"
     citation = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
+    couples_examples = True
     bounds = {"alpha": ">= 0", "delta": "> 0"}
 
     def __post_init__(self) -> None:

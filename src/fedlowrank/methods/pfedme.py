@@ -65,6 +65,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     title = "pFedMe"
     citation = "Dinh et al., NeurIPS 2020, arXiv:2006.08848"
+    couples_examples = True
     bounds = {"lam": "> 0", "inner_steps": ">= 1", "inner_lr": ">= 0", "local_rounds": ">= 1", "beta": "> 0"}
     at_rest = {"inner_lr": 0.0}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from statistics import median_low
+from typing import Any
 
 from ..core.errors import ConfigError, DataError
-from ..core.method import ClientInfo
+from ..core.method import ClientInfo, Method
 from ..data.federation import Federation
 from ..models.coupling import why_not_in_parts
 from ..trust.attacks import claimed_examples, hostile_clients, poison
@@ -55,8 +56,13 @@ def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Fede
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
 
 
-def check_parts(federation: Federation, micro_batch: int | None) -> None:
-    """Raise ConfigError if batches are taken in parts and a model does not treat examples by themselves."""
+def check_parts(method: Method[Any, Any, Any, Any], federation: Federation, micro_batch: int | None) -> None:
+    """Raise ConfigError if batches are taken in parts, and a loss or a model does not treat examples by themselves."""
+    if micro_batch is not None and method.couples_examples:
+        raise ConfigError(
+            f"run.micro_batch = {micro_batch} takes a batch in parts, but the loss of {method.title} is no mean over "
+            "the examples of a batch. Remove run.micro_batch; a smaller batch_size saves memory, too."
+        )
     for name, model in federation.architectures.items() if micro_batch is not None else ():
         if why := why_not_in_parts(model):
             raise ConfigError(

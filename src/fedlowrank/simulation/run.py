@@ -103,7 +103,7 @@ class Run:
         self.settings = settings
         self.engine = engine
         self.device_clock = DeviceClock(settings.devices, len(federation.infos), federation.key)
-        check_parts(self.federation, settings.micro_batch)
+        check_parts(method, self.federation, settings.micro_batch)
         engine.micro_batch = settings.micro_batch
         self.task = self.federation.task(settings.rounds)
         if method.needs_classes and self.task.classes == 0:
