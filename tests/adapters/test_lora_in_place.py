@@ -1,4 +1,4 @@
-"""A layer with LoRA factors stays the layer that it is: its options, its hooks, and whoever reads its weight.
+"""A layer with LoRA factors stays the layer that it is: its options and hooks; reading its weight gives the adapted one.
 
 Everything is compared with plain modules of PyTorch that hold the weight W + s·B A.
 """
@@ -275,7 +275,7 @@ def updated_by_hand(plain: nn.Module, made: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_whoever_reads_a_weight_gets_the_adapted_one(name: str) -> None:
+def test_reading_a_weight_gives_the_adapted_one(name: str) -> None:
     make, x = READERS[name]
     plain = make().double()
     made = with_random_factors(plain)

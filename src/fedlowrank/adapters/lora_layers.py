@@ -1,7 +1,7 @@
 """LoRA for the layers of any module: the weight W becomes W + s·B A, over a frozen W (Hu et al. 2021).
 
 A layer stays the object that it is, with its class, options, hooks and buffers; W stays the parameter of its
-name, and A and B are parameters beside it. Whoever reads ``layer.weight`` gets W + s·B A: code that uses the
+name, and A and B are parameters beside it. Reading ``layer.weight`` gives W + s·B A: code that uses the
 weight without calling the layer, such as tied output layers, attention, and PyTorch's fused inference of
 ``nn.TransformerEncoderLayer``.
 
