@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.network.client import ClientRuntime, prepare
+
 from .local import agrees, local, served, small
 
 CODE = """
@@ -35,3 +38,35 @@ def test_a_class_is_named_in_the_file(variant: bool, tmp_path: Path, monkeypatch
     assert agrees(result, carrier, made) == set()
     method = json.loads((tmp_path / "run" / "run.json").read_text())["method"]
     assert (method["name"], method["title"]) == (("half", "half") if variant else (name, "Damped FedAvg"))
+
+
+NORMALIZED = """
+from torch import nn
+
+def net(shape, classes):
+    return nn.Sequential(nn.Linear(*shape, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, classes))
+"""
+
+
+@pytest.mark.parametrize("statistics", ["local", "averaged"])
+def test_a_model_with_batch_normalization(
+    statistics: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_normalized.py").write_text(NORMALIZED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sections = {"model": {"names": ["own_normalized:net"]}, "run": {"statistics": statistics}}
+    made = small("fedavg", rounds=2, defaults={"drop_last": True}, **sections)
+    carrier = local(made, tmp_path / "clients")
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+
+
+def test_a_client_refuses_parts_of_batches_as_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_parts.py").write_text(NORMALIZED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = small("fedavg", model={"names": ["own_parts:net"]}, run={"micro_batch": 4})
+    prepare(tmp_path / "client", made, 0, made.shares())
+    with pytest.raises(ConfigError, match=r"run\.micro_batch = 4 .* batch normalization '1'"):
+        _ = ClientRuntime(tmp_path / "client").method

@@ -207,6 +207,9 @@ class ServerView:
         return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
+_FLAGS = "heterogeneous", "needs_classes", "uses_rounds", "couples_examples", "one_model"
+
+
 @dataclass(frozen=True)
 class Method(CheckedFields, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions are pure.
@@ -238,6 +241,9 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     """Whether rounds depend on their total number (``task.rounds``), so that a run cannot be extended."""
     couples_examples: ClassVar[bool] = False
     """Whether the loss of a batch is no mean over its examples, so that a batch cannot be taken in parts."""
+    one_model: ClassVar[bool] = False
+    """Whether a client trains and infers by one model, the one it is sent, so that a server can average the running
+    statistics of its batch normalizations."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
 
@@ -250,6 +256,11 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """Whether every client uses the server's model as it is: no hook tells them apart."""
         hooks = "download", "client_model", "server_model"
         return all(getattr(type(self), name) is getattr(Method, name) for name in hooks)
+
+    def describe_as(self, inner: Method[Any, Any, Any, Any]) -> None:
+        """Take over what the class of another method says of it; for methods that wrap one."""
+        for name in ("title", "citation", "at_rest", *_FLAGS):
+            object.__setattr__(self, name, getattr(inner, name))
 
     def remarks(self, task: Task) -> list[str]:
         """What a user should know of the settings on this task, such as a rank other than the one set."""

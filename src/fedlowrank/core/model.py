@@ -106,6 +106,15 @@ class Model(Protocol):
         ...
 
     @property
+    def running_statistics(self) -> Params:
+        """Running statistics of batch normalizations as they are now, where they travel; else none."""
+        ...
+
+    def set_buffers(self, values: Params) -> None:
+        """Exchange values of the client's own buffers."""
+        ...
+
+    @property
     def changed_buffers(self) -> Params:
         """Buffers that ``forward`` has changed."""
         ...

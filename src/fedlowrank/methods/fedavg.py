@@ -35,6 +35,7 @@ class FedAvg(Method[Params, None, Params, Params]):
 
     title = "FedAvg"
     citation = "McMahan et al., AISTATS 2017, arXiv:1602.05629"
+    one_model = True
 
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""

@@ -50,6 +50,7 @@ class FedAvgM(Method[Server, None, Params, Params]):
 
     title = "FedAvgM"
     citation = "Hsu et al. 2019, arXiv:1909.06335"
+    one_model = True
     bounds = {"server_momentum": ">= 0 and < 1", "server_lr": "> 0"}
 
     def server_init(self, task: Task) -> Server:

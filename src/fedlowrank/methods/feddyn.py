@@ -62,6 +62,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     title = "FedDyn"
     citation = "Acar et al., ICLR 2021, arXiv:2111.04263"
+    one_model = True
     bounds = {"alpha": "> 0"}
 
     def server_init(self, task: Task) -> Cloud:

@@ -64,6 +64,7 @@ class FedNova(Method[Params, None, Params, Params]):
 
     title = "FedNova"
     citation = "Wang et al., NeurIPS 2020, arXiv:2007.07481"
+    one_model = True
     bounds = {"mu": ">= 0"}
 
     def __post_init__(self) -> None:

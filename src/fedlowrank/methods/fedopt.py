@@ -93,6 +93,7 @@ class FedAdagrad(Method[Server, None, Params, Params]):
 
     title = "FedAdagrad"
     citation = CITATION
+    one_model = True
     bounds = {"server_lr": "> 0", "beta1": ">= 0 and < 1", "tau": "> 0"}
 
     server_init = initial_server
@@ -130,6 +131,7 @@ class FedAdam(Method[Server, None, Params, Params]):
 
     title = "FedAdam"
     citation = CITATION
+    one_model = True
     bounds = {"server_lr": "> 0", "beta1": ">= 0 and < 1", "beta2": ">= 0 and < 1", "tau": "> 0"}
 
     server_init = initial_server
@@ -167,6 +169,7 @@ class FedYogi(Method[Server, None, Params, Params]):
 
     title = "FedYogi"
     citation = CITATION
+    one_model = True
     bounds = {"server_lr": "> 0", "beta1": ">= 0 and < 1", "beta2": ">= 0 and < 1", "tau": "> 0"}
 
     server_init = initial_server

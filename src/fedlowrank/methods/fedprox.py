@@ -33,6 +33,7 @@ class FedProx(Method[Params, None, Params, Params]):
 
     title = "FedProx"
     citation = "Li et al., MLSys 2020, arXiv:1812.06127"
+    one_model = True
     bounds = {"mu": ">= 0"}
 
     def server_init(self, task: Task) -> Params:

@@ -45,6 +45,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
     title = "LPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    one_model = True
     bounds = {"lam": ">= 0"}
 
     def server_init(self, task: Task) -> Params:

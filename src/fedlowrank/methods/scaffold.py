@@ -57,6 +57,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     title = "SCAFFOLD"
     citation = "Karimireddy et al., ICML 2020, arXiv:1910.06378"
+    one_model = True
     bounds = {"eta_g": "> 0"}
 
     def __post_init__(self) -> None:

@@ -59,6 +59,8 @@ class Architecture:
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
+        running: whether batch normalizations use and change their running statistics as in PyTorch; see
+            :meth:`with_running_statistics`.
         frozen: batch normalizations that the module keeps in evaluation mode.
         statistics: names of the running statistics of batch normalizations, which are local; see
             :mod:`.normalization`.
@@ -86,7 +88,8 @@ class Architecture:
         refuse_instance_statistics(name, module)
         self.frozen = frozen_normalizations(module)
         self._backward_slots: SavedSlots = []
-        self._code = FunctionalModule(module, frozen=self.frozen, backward_slots=self._backward_slots)
+        self.running = False
+        self._code = self._function()
         self.statistics = self._code.names
         self.buffers = self._initial_buffers()
         self._current_buffers: Params | None = None
@@ -130,16 +133,21 @@ class Architecture:
             self._split()
             self._check_split(example)
 
+    def _function(self, without: str | None = None, of: nn.Module | None = None) -> FunctionalModule:
+        """The module, or a part of it, as a function."""
+        module = self.module if of is None else of
+        return FunctionalModule(module, without, self.frozen, self._backward_slots, self.running)
+
     def _split(self) -> None:
         """Make functions of the part before the head and of the head."""
         if self.head_name is not None:
             self._head = self.module.get_submodule(self.head_name)
-            self._body = FunctionalModule(self.module, self.head_name, self.frozen, self._backward_slots)
-            self._head_code = FunctionalModule(self._head, None, self.frozen, self._backward_slots)
+            self._body = self._function(self.head_name)
+            self._head_code = self._function(of=self._head)
 
     def _initial_buffers(self) -> Params:
         # standard layers change no buffer but the statistics of batch normalizations
-        if is_standard(self.module):
+        if self.is_standard:
             return {}
         counters = {n.removesuffix("running_mean") + "num_batches_tracked" for n in self.statistics}
         own = counters.union(self.statistics)
@@ -152,7 +160,7 @@ class Architecture:
     @property
     def is_standard(self) -> bool:
         """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
-        return is_standard(self.module)
+        return not self.running and is_standard(self.module)
 
     @property
     def has_hooks(self) -> bool:
@@ -173,6 +181,34 @@ class Architecture:
         return {
             n: b.detach() for n, b in (self._current_buffers or {}).items() if not _equal(b, self.buffers[n])
         }
+
+    def with_running_statistics(self) -> Architecture:
+        """The same with running statistics as PyTorch has them: buffers that every step in training changes."""
+        made = copy.copy(self)
+        made.running, made.cache = True, {}
+        made._code = made._function()
+        made.statistics = made._code.names
+        made.buffers = made._initial_buffers()
+        made._split()
+        return made
+
+    @property
+    def running_statistics(self) -> Params:
+        """Running statistics as they are now, with their counters, where they run; else none."""
+        layers = batch_normalizations(self.module) if self.running else {}
+        own = {id(b) for m in layers.values() if m not in self.frozen for b in m.buffers(recurse=False)}
+        names = [n for n, b in self.module.named_buffers() if id(b) in own]
+        return {n: (self._current_buffers or self.buffers)[n] for n in names}
+
+    def set_buffers(self, values: Params) -> None:
+        """Exchange values of a client's own buffers; a copy without a client (:meth:`with_buffers`) has none."""
+        if self._current_buffers is None:
+            return
+        for n, value in values.items():
+            kind = self.buffers[n].dtype
+            self._current_buffers[n] = (value if kind.is_floating_point else value.round()).to(
+                kind, copy=True
+            )
 
     def whole(self, params: Params) -> Params:
         """The parameters as saved for inference: as the module holds them, with own statistics and buffers."""
@@ -393,7 +429,7 @@ class Architecture:
         made = copy.copy(self)
         made.module, made.cache, made._mode = copy.deepcopy(self.module).to(device), {}, {}
         made._backward_slots, made.frozen = [], frozen_normalizations(made.module)
-        made._code = FunctionalModule(made.module, frozen=made.frozen, backward_slots=made._backward_slots)
+        made._code = made._function()
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
         made.example = moved

@@ -38,6 +38,8 @@ class FunctionalModule:
         frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
             alone.
         backward_slots: the module's slots before a backward pass, shared by all that call the same module.
+        running: whether batch normalizations use and change their running statistics as in PyTorch, like any
+            other buffer.
 
     Attributes:
         names: of the running statistics, as in ``state_dict``.
@@ -49,16 +51,17 @@ class FunctionalModule:
         without: str | None = None,
         frozen: frozenset[nn.Module] = frozenset(),
         backward_slots: SavedSlots | None = None,
+        running: bool = False,
     ) -> None:
         self._module = module
         self._stateless = Stateless(module)
-        layers = {
+        self._coupling = {
             n: m
             for n, m in module.named_modules()
             if isinstance(m, _BATCH) and m not in frozen and not is_within(n, without)
         }
-        self._layers = {n: m for n, m in layers.items() if _has_statistics(m)}
-        self._untracked = {n: m for n, m in layers.items() if not _has_statistics(m)}
+        self._layers = {n: m for n, m in self._coupling.items() if _has_statistics(m) and not running}
+        self._untracked = {n: m for n, m in self._coupling.items() if not _has_statistics(m)}
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = _aliases(module)
         self._complex = complex_names(module)
@@ -184,7 +187,7 @@ class FunctionalModule:
         saved: SavedSlots = []
         try:
             self._stateless.install(self._with_aliases(params), saved)
-            return single_value(self._module, self._layers | self._untracked, x)
+            return single_value(self._module, self._coupling, x)
         finally:
             restore(saved)
 

@@ -30,12 +30,13 @@ from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..engines.base import ClientJob
 from ..engines.sequential import Sequential
+from ..simulation.averaged_statistics import average_statistics
 from ..simulation.client_metrics import choose_metrics
 from ..simulation.digest import check_seal, digest_of, sealed
 from ..simulation.evaluation import evaluate_client
 from ..simulation.local_model import LocalModel, local_model
 from ..simulation.participants import Participants
-from ..simulation.preparation import placed
+from ..simulation.preparation import check_parts, placed
 from ..simulation.run_folder import versions
 from ..trust.budget import LEDGER, Budget
 from ..trust.protection import protect
@@ -166,6 +167,8 @@ class ClientRuntime:
         """The experiment's method; its updates are protected as the experiment says."""
         run, draws = self.made.run, self._draws
         method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
+        check_parts(method, self.federation, run.micro_batch)
+        method = average_statistics(method, task, run)
         return protect(method, task, run.trust, self.budget, expected=draws.expected, system=True)
 
     def registration(self) -> tuple[Registration, bytes]:

@@ -21,13 +21,16 @@ MOST_EXAMPLES = 10
 
 
 def placed(federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell) -> Federation:
-    """A federation on the device of a run, its images in the form that the settings ask for.
+    """A federation on the device of a run, its images and models in the form that the settings ask for.
 
     Args:
         federation: of the run.
         settings: of the run.
         say: tells a person why images stay float32 though bytes were asked for.
     """
+    if settings.statistics == "averaged":
+        models = {n: a.with_running_statistics() for n, a in federation.architectures.items()}
+        federation = dataclasses.replace(federation, architectures=models)
     if settings.pixels == "float32" or (settings.pixels == "auto" and settings.device == "cpu"):
         made = federation.unpacked() if settings.pixels == "float32" else federation
         return made.to(settings.device)

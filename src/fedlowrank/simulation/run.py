@@ -19,6 +19,7 @@ from ..engines.jobs import LazyJobs
 from ..training.flops import forward_flops
 from ..trust.budget import Budget
 from ..trust.protection import protect
+from .averaged_statistics import average_statistics
 from .backdoor import backdoor_success
 from .client_metrics import choose_metrics
 from .client_store import ClientStore, LazyMapping
@@ -124,6 +125,7 @@ class Run:
                 seeded=not self.is_deployed,
                 noise=plan.noise,
             )
+        method = average_statistics(method, self.task, settings)
         self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise)
         self.method = protect(
             method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed

@@ -43,6 +43,10 @@ class RunSettings(CheckedFields):
             that couples the examples of a batch (batch normalization, and what a trial in training mode
             detects). A loss of your own must be a mean over examples, which is not checked; random draws, as
             of dropout, are taken for each part.
+        statistics: where batch normalizations have the statistics from by which a client infers: local, its
+            own training data under the model it has; or averaged, running statistics that training moves as
+            in PyTorch, that travel with the model, and that the server averages by n_k, as frameworks do that
+            average ``state_dict``. The second is for methods whose clients use the model they are sent.
         client_memory: MiB of clients' states in memory; where they take more, those that were longest not
             changed wait in a temporary folder. None keeps all in memory.
         threads: of torch in this process; a second one makes small models many times slower on a busy
@@ -95,6 +99,7 @@ class RunSettings(CheckedFields):
     device: str = "cpu"
     pixels: Literal["auto", "float32", "bytes"] = "auto"
     micro_batch: int | None = None
+    statistics: Literal["local", "averaged"] = "local"
     client_memory: int | None = None
     threads: int = 1
     evaluate_every: int | None = None

@@ -17,7 +17,6 @@ from ..data.federation import Federation
 from ..engines import ENGINES
 from ..methods import METHODS
 from ..models.architecture import Architecture
-from ..trust.protection import Protected
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
 from .loggers import check_loggers
 from .plan import Plan
@@ -26,6 +25,7 @@ from .round_loop import rounds
 from .run import Run
 from .run_folder import RunFolder
 from .settings import RunSettings
+from .stored_settings import unwrapped
 
 
 @check_arguments
@@ -172,7 +172,7 @@ def describe(
 ) -> dict[str, Any]:
     """Everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
-    method = method.inner if isinstance(method, Protected) else method
+    method = unwrapped(method)
     cls = type(method)
     return {
         "name": federation.name,

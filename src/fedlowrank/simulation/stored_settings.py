@@ -10,7 +10,15 @@ from typing import Any
 from ..core.method import Method
 from ..models.zoo import ModelSettings
 from ..trust.protection import Protected
+from .averaged_statistics import AveragedStatistics
 from .settings import RunSettings
+
+
+def unwrapped(method: Method[Any, Any, Any, Any]) -> Method[Any, Any, Any, Any]:
+    """The method itself, without what its updates and statistics are wrapped in."""
+    while isinstance(method, (Protected, AveragedStatistics)):
+        method = method.inner
+    return method
 
 
 def add_defaults(stored: Mapping[str, Any], method: Method[Any, Any, Any, Any]) -> dict[str, Any]:
@@ -33,8 +41,7 @@ def add_defaults(stored: Mapping[str, Any], method: Method[Any, Any, Any, Any]) 
             found[name] = _complete(stored[name], settings)
     own = stored.get("method")
     if isinstance(own, dict) and isinstance(own.get("fields"), dict):
-        inner = method.inner if isinstance(method, Protected) else method
-        found["method"] = {**own, "fields": _complete(own["fields"], inner)}
+        found["method"] = {**own, "fields": _complete(own["fields"], unwrapped(method))}
     return found
 
 

@@ -115,16 +115,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     system: bool = field(kw_only=True, default=False)
 
     def __post_init__(self) -> None:
-        for name in (
-            "title",
-            "citation",
-            "heterogeneous",
-            "needs_classes",
-            "uses_rounds",
-            "couples_examples",
-            "at_rest",
-        ):
-            object.__setattr__(self, name, getattr(self.inner, name))
+        self.describe_as(self.inner)
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:
