@@ -35,6 +35,9 @@ from .one_run import read_one, show_run
 from .parallel import Outcome, State, run_parallel
 from .terminal import INTERRUPT_HINTS, OUT
 
+MANY_CLIENTS, FEW_CLIENTS = 10, 4
+"""Of more clients than the first number, a command that runs methods shows the second."""
+
 
 def run(
     file: Path,
@@ -90,6 +93,7 @@ def compare(
     force: bool,
     jobs: int = 1,
     log: Sequence[str] | None = None,
+    tables: bool = False,
 ) -> int:
     """Run every combination of method, seed and varied value; go on with what has begun."""
     if target is not None and not 0 < target <= 1:
@@ -112,7 +116,7 @@ def compare(
     # a method that diverges is a result; its record until then belongs in the table
     records = [RunRecord.load(o.run.folder) for o in outcomes if o.state in ("finished", "diverged")]
     if records:
-        write_comparison(records, out / "report.html", target)
+        write_comparison(records, out / "report.html", target, tables)
     return show_failures(outcomes) if records else show_failures(outcomes) or 1
 
 
@@ -141,6 +145,7 @@ def run_planned(planned: Sequence[PlannedRun], jobs: int, force: bool) -> list[O
     if jobs > 1 and len(runs) > 1:
         return run_parallel(runs, jobs, force)
     outcomes, federation, last = [], None, None
+    said: set[str] = set()
     for one in runs:
         experiment = one.experiment
         if federation is None or last is not experiment:
@@ -150,7 +155,16 @@ def run_planned(planned: Sequence[PlannedRun], jobs: int, force: bool) -> list[O
         state: State = "finished"
         message = ""
         try:
-            run_method(experiment, one.name, federation, one.folder, force, resume=not force, vary=one.vary)
+            run_method(
+                experiment,
+                one.name,
+                federation,
+                one.folder,
+                force,
+                resume=not force,
+                vary=one.vary,
+                said=said,
+            )
         except TaskError as error:
             state, message = "refused", str(error)
         except NonFiniteError as error:
@@ -217,10 +231,11 @@ def report(
     tensorboard: Path | None,
     figures: Path | None,
     width: Width,
+    tables: bool = False,
 ) -> int:
     """Write the report of run folders."""
     records = in_order([RunRecord.load(f) for f in run_folders(folders)])
-    write_comparison(records, out, target)
+    write_comparison(records, out, target, tables)
     for record in records if tensorboard else ():
         with as_checkpoint_error(f"cannot write {tensorboard}"):
             export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
@@ -229,12 +244,14 @@ def report(
     return 0
 
 
-def write_comparison(records: Sequence[RunRecord], page: Path, target: float | None) -> None:
-    """Write the report of runs and print its tables."""
+def write_comparison(
+    records: Sequence[RunRecord], page: Path, target: float | None, tables: bool = False
+) -> None:
+    """Write the report of runs and print its results; with ``tables`` all its tables."""
     command = shlex.join(["fedlowrank", *sys.argv[1:]])
-    OUT.print(render_terminal(write_report(records, page, target=target, command=command)))
+    OUT.print(render_terminal(write_report(records, page, target=target, command=command), tables))
     OUT.print(f"report: {page}")
-    OUT.print(f"definitions of all columns: {page.with_suffix('.md')}")
+    OUT.print(f"costs, further tables and all definitions: {page.with_suffix('.md')}")
 
 
 def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
@@ -242,7 +259,7 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     if file == Path("get"):
         return get_data(overrides, out)
     federation = ExperimentConfig.read(file, overrides).federation()
-    _show_data(federation)
+    _show_data(federation, all_clients=True)
     if out is not None:
         counts = class_counts(federation.clients, len(federation.classes))
         figure = class_count_figure(counts, federation.classes)
@@ -255,10 +272,11 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     return 0
 
 
-def _show_data(federation: Federation) -> None:
+def _show_data(federation: Federation, all_clients: bool = False) -> None:
     # plain print: the table is laid out already, and wrapping would tear its lines
     notes = (*federation.notes, *(federation.remarks or ()))
-    table = class_count_table(federation.clients, federation.classes, width=OUT.width, notes=notes)
+    few = FEW_CLIENTS if len(federation.clients) > MANY_CLIENTS and not all_clients else None
+    table = class_count_table(federation.clients, federation.classes, OUT.width, notes=notes, most=few)
     print(table, flush=True)
 
 
@@ -272,6 +290,7 @@ def run_method(
     resume: bool = False,
     vary: dict[str, Any] | None = None,
     on_round: Callable[[RoundRecord], None] | None = None,
+    said: set[str] | None = None,
 ) -> None:
     """Run a method of an experiment in a folder, or go on with it; what has not begun yet begins anew.
 
@@ -284,10 +303,14 @@ def run_method(
         resume: go on with a run that has begun.
         vary: the varied fields and their values.
         on_round: called with every record; by default a progress bar shows them.
+        said: remarks that have been printed; those of this run are added.
     """
     method, title = experiment.build_method(name), experiment.method_title(name)
+    said = set() if said is None else said
     for remark in method.remarks(federation.task(experiment.run.rounds)):
-        OUT.print(f"{title}: {remark}", style="yellow")
+        if (line := f"{title}: {remark}") not in said:
+            said.add(line)
+            OUT.print(line, style="yellow")
     begun = RunFolder.has_begun(folder)
     how: dict[str, Any] = {
         "resume": resume and begun,

@@ -20,6 +20,7 @@ from ..core.version import __version__
 OVERRIDES = "section.field=value, laid over the file: run.rounds=20, defaults.optimizer.lr=0.05"
 JOBS = "runs at a time, each in a process that loads the data itself (default: %(default)s)"
 METHOD = "a built-in name, a variant of the file or package.module:Class, instead of the file's"
+TABLES = "print all tables, costs among them, not only the results"
 LOG = "write the numbers of each round as it ends: tensorboard, wandb, mlflow, comma-separated"
 
 
@@ -130,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=1, help=JOBS)
     add("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
+    add("--tables", action="store_true", help=TABLES)
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
     add("--log", type=_split, help=LOG)
 
@@ -150,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     add = command("report", "commands:report", several, "tables and pictures of finished runs")
     add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
+    add("--tables", action="store_true", help=TABLES)
     add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
     add("--figures", type=Path, help="also write every figure to this folder, as .svg, .pdf and .png")
     add("--width", choices=["page", "column"], default="page",

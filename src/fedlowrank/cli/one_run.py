@@ -38,7 +38,7 @@ def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[
 def show_run(folder: Path) -> int:
     """Print what came of a run."""
     record = RunRecord.load(folder)
-    OUT.print(render_terminal(comparison([record])))
+    OUT.print(render_terminal(comparison([record]), all_tables=True))
     if record.status.get("state") == "finished" and (message := record.status.get("message")):
         OUT.print(f"finished after round {record.rounds[-1].round}; {message}")
     OUT.print(f"run folder: {folder}")

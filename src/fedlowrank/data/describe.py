@@ -33,6 +33,7 @@ def class_count_table(
     width: int = 100,
     top: int = 5,
     notes: Sequence[str] | None = None,
+    most: int | None = None,
 ) -> str:
     """Sizes of the parts and training examples per class as aligned text, one line per client.
 
@@ -45,6 +46,7 @@ def class_count_table(
         width: characters to which notes are wrapped, and up to which every class has a column.
         top: number of classes to show per client if there are too many for columns.
         notes: on the data; by default those of the clients.
+        most: clients that have a line, the others being counted in one; None for all.
     """
     counts = class_counts(clients, len(names))
     sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
@@ -63,6 +65,9 @@ def class_count_table(
         room = width - len(lines[0]) - 2
         largest = ["largest", *(_largest_classes(row, names, top, room) for row in all_counts)]
         lines = [f"{line}  {end}".rstrip() for line, end in zip(lines, largest, strict=True)]
+    if most is not None and len(clients) > most:
+        rest = sizes[most:].sum(axis=1)
+        lines[most + 1 : -1] = [f"... and {len(rest)} more clients with {_range(rest)} examples each"]
     lines.insert(-1, "-" * max(map(len, lines)))
     found = [note for client in clients for note in client.notes] if notes is None else list(notes)
     if unused := [name for name, total in zip(names, all_counts[-1], strict=True) if total == 0]:
@@ -70,6 +75,11 @@ def class_count_table(
     for note in found:
         lines += textwrap.wrap("* " + note, width, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _range(sizes: np.ndarray) -> str:
+    low, high = int(sizes.min()), int(sizes.max())
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:

@@ -142,9 +142,15 @@ def to_markdown(table: Comparison) -> str:
     return "\n\n".join([*parts, "\n".join(notes)]) + "\n"
 
 
-def render_terminal(table: Comparison) -> RenderableType:
-    """All tables for a terminal, the results last, then warnings and findings; without footnotes."""
-    tables = [*table.blocks.values(), *table.ranks, *table.sweeps, table.summary]
+def render_terminal(table: Comparison, all_tables: bool = False) -> RenderableType:
+    """What a terminal shows of a comparison: results, then warnings and findings; without footnotes.
+
+    Args:
+        table: the comparison.
+        all_tables: show costs and all other tables, too, before the results.
+    """
+    blocks = (*table.blocks.values(), *table.ranks) if all_tables else ()
+    tables = [*blocks, *table.sweeps, table.summary]
     parts: list[RenderableType] = [part for one in tables for part in to_rich(one)]
     parts += [Text(warning, style="yellow") for warning in table.warnings]
     parts += [Text(finding, style="bold") for finding in _findings(table)]

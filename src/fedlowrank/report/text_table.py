@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ class Column(NamedTuple):
     unit: str = ""  # of the numbers; empty if each carries its own
     note: str = ""  # what the title means, for a footnote; empty if it explains itself
     align: Literal["left", "right"] = "right"
-    is_wide: bool = False  # left out in a terminal
+    is_wide: bool = False  # left out in a terminal where not all columns fit into one table
 
     @property
     def heading(self) -> str:
@@ -105,11 +105,18 @@ def _share_out(table: TextTable) -> Sequence[Sequence[int]]:
     fields = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
     taken = sum(3 + width for width in fields) if table.note else max(10, min(LABEL, fields[0]))
     room = TERMINAL - 2 - taken
+    whole = _fill(table, range(len(table.columns)), room)
+    if len(whole) == 1:
+        return whole
+    return _fill(table, [place for place, column in enumerate(table.columns) if not column.is_wide], room)
+
+
+def _fill(table: TextTable, places: Iterable[int], room: int) -> list[list[int]]:
+    """Columns at these places, shared out to tables that have room for so many characters."""
     shares: list[list[int]] = []
     left = 0
-    for place, column in enumerate(table.columns):
-        if column.is_wide:
-            continue
+    for place in places:
+        column = table.columns[place]
         lines = [*_stack(column).splitlines(), *(row[len(table.fields) + place] for row in table.rows)]
         if table.note:
             lines[: len(_stack(column).splitlines())] = [column.title]
