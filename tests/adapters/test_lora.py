@@ -313,8 +313,22 @@ def test_a_is_drawn_by_name_from_the_key() -> None:
     assert all(torch.equal(drawn[n].a, again[n].a) for n in drawn)
     assert not torch.equal(drawn["a"].a, drawn["b"].a)
     assert not torch.equal(drawn["a"].a, other["a"].a)
-    half = found.initial_factors(2, Key((0,)), torch.zeros(1, dtype=torch.bfloat16))
-    assert half["a"].a.dtype == half["a"].b.dtype == torch.bfloat16
+
+
+def test_factors_have_the_type_of_their_layer() -> None:
+    layers = {"a": nn.Linear(4, 3).bfloat16(), "b": nn.Linear(3, 5), "c": nn.Linear(5, 2).double()}
+    wanted = {"a": torch.bfloat16, "b": torch.float32, "c": torch.float64}
+    for module in (nn.ModuleDict(layers), add_lora(nn.ModuleDict(layers), 2)):
+        drawn = find_lora(module, None).initial_factors(2, Key((0,)))
+        assert {n: p.a.dtype for n, p in drawn.items()} == wanted
+        assert {n: p.b.dtype for n, p in drawn.items()} == wanted
+
+
+def test_complex_factors_are_refused_by_name() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(4, 3, dtype=torch.complex64), "b": nn.Linear(3, 5)})
+    with pytest.raises(TaskError, match=r"layer a has LoRA factors of type torch\.complex64.*target_modules"):
+        find_lora(add_lora(module, 2), None)
+    assert find_lora(module, None).initial_factors(2, Key((0,)))["a"].a.dtype == torch.float32
 
 
 def test_moved_weights_keep_the_finer_type() -> None:

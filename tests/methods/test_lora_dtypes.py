@@ -4,6 +4,7 @@ the module."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.methods.local_adaptor import LocalAdaptor
 
-from .setting import CLASSES, Net, arrays, run_of
+from .setting import CLASSES, INPUTS, Net, arrays, run_of
 
 KINDS = (FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA)
 MIXED = (FedHL, FlexLoRA, FLoRA, HetLoRA)
@@ -79,6 +81,42 @@ def test_a_module_keeps_its_type_on_every_wire(kind: Any, dtype: torch.dtype, wi
     widest = {"float32": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[wire]
     factors: list[Tensor] = [t for p, t in tree.leaves(down) if "rest" not in p and "scale" not in p]
     assert {t.dtype for t in factors} == {widest}
+
+
+class TwoTypes(nn.Module):
+    """A layer in bfloat16 beside one in float32, in either order."""
+
+    head_name = "head"
+
+    def __init__(self, types: tuple[torch.dtype, torch.dtype]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(INPUTS, 7).to(types[0]), nn.Linear(7, 6).to(types[1])
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.one(x.to(self.one.bias.dtype)))
+        scores: Tensor = self.head(torch.tanh(self.two(h.to(self.two.bias.dtype))).float())
+        return scores
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("types", list(itertools.permutations((torch.bfloat16, torch.float32))), ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, LocalAdaptor])
+def test_layers_of_different_types_have_factors_of_their_own(kind: Any, types: Any, wrapped: bool) -> None:
+    def made() -> nn.Module:
+        module = TwoTypes(types)
+        return add_lora(module, 2, 3.0, trainable=("head",)) if wrapped else module
+
+    federation = Federation.from_arrays(data(), made, classes=CLASSES, rank=[2] * 4)
+    run = run_of(kind(optimizer=SGD(lr=0.1), batch_size=8), federation, rounds=2, evaluate_every=2)
+    info = federation.infos[0]
+    for n, p in run.personal(info).items():
+        if not n.startswith("head"):
+            assert p.dtype == types["two" in n], n
+    sent = (run.method.download(run.state.server, info), run.state.clients.get(info.id))
+    factors = {path: t.dtype for path, t in tree.leaves(sent) if path.endswith(("/a", "/b", "/u", "/v"))}
+    assert {d for path, d in factors.items() if "one" in path} <= {types[0]}
+    assert {d for path, d in factors.items() if "two" in path} <= {types[1]}
 
 
 def test_fedhl_subtracts_what_it_sent_to_a_module_in_half_precision() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..core.errors import TaskError
@@ -34,6 +35,7 @@ class AdaptedLayer:
         a_tail: shape of parameter A after r (the kernel of a convolution).
         b_tail: shape of parameter B after (d, r).
         embedding: whether the layer is an embedding, whose initial A is zero and whose initial B is random.
+        dtype: of its factors, by default of the weight; layers of one model may differ.
     """
 
     weight: str
@@ -45,6 +47,7 @@ class AdaptedLayer:
     a_tail: tuple[int, ...] = ()
     b_tail: tuple[int, ...] = ()
     embedding: bool = False
+    dtype: torch.dtype = torch.float32
 
     def reshape_update(self, update: Tensor) -> Tensor:
         """An update ``[d, k]`` in the shape of the weight's parameter."""
@@ -154,7 +157,8 @@ def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameter
     """The adapted layer of a layer with factors.
 
     Raises:
-        TaskError: if it is a convolution of PEFT with groups, or its weight is no parameter.
+        TaskError: if it is a convolution of PEFT with groups, its weight is no parameter, or its factors are
+            complex.
     """
     own = isinstance(layer, LoRALayer)
     base: Any = layer if own else layer.base_layer
@@ -167,6 +171,12 @@ def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameter
     if b_shape[1] != a_shape[0]:
         raise TaskError(
             f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
+        )
+    dtype = parameters[factors.a].dtype
+    if dtype.is_complex:
+        raise TaskError(
+            f"layer {name} has LoRA factors of type {dtype}, but federated LoRA is defined for real ones; leave it "
+            "out of target_modules"
         )
     embedding = isinstance(base, nn.Embedding)
     # the weight of an embedding [V, D] and of GPT-2's Conv1D [k, d] is the transpose of B A
@@ -186,6 +196,7 @@ def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameter
         tuple(a_shape[1:]) if len(a_shape) > 2 else (),
         tuple(b_shape[2:]),
         embedding,
+        dtype,
     )
 
 
@@ -210,7 +221,14 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
         size = shape[0], math.prod(shape[1:])
         if target.is_transposed:
             size = size[1], size[0]
-        found[target.name] = AdaptedLayer(names[id(weight)], size, shape, target.is_transposed)
+        found[target.name] = AdaptedLayer(
+            # of a complex weight the update is real
+            names[id(weight)],
+            size,
+            shape,
+            target.is_transposed,
+            dtype=weight.dtype.to_real(),
+        )
     if not found:
         raise TaskError(
             "this model has no linear layer and no convolution outside its head, so there is nothing for "

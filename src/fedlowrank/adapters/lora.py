@@ -71,17 +71,17 @@ class LoRA:
         """The largest rank that an update of one of the layers can have; a higher one adds nothing."""
         return max(min(shape) for shape in self.shapes.values())
 
-    def initial_factors(self, rank: int, key: Key, like: Tensor | None = None) -> Factors:
+    def initial_factors(self, rank: int, key: Key) -> Factors:
         """Random initial factors as PEFT's, whose product is zero.
 
         A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero.
         Of an embedding A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal
-        A then has the standard deviation 1/rank of this, the largest rank.
+        A then has the standard deviation 1/rank of this, the largest rank. Factors have the type and the device of
+        their layer.
 
         Args:
             rank: r, at most :attr:`largest_rank`; a layer that can have less gets min(d, k) components.
             key: source of randomness; each layer has its own subkey.
-            like: a tensor with the dtype and device of the factors; None for float32.
         """
         found: Factors = {}
         for name, layer in self.layers.items():
@@ -93,8 +93,8 @@ class LoRA:
                 b, a = torch.zeros(d, r), torch.randn(r, k, generator=generator) / rank
             else:
                 b, a = torch.zeros(d, r), (torch.rand(r, k, generator=generator) * 2 - 1) / math.sqrt(k)
-            target = like if like is not None else a
-            found[name] = Pair(b.to(target).contiguous(), a.to(target))
+            device = self.base[layer.weight].device
+            found[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
         return found
 
     def insert_factors(

@@ -103,8 +103,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         lora = lora_of(view.model)
         rank = self.tuning.rank_of(view.info, lora.largest_rank)
         base = self._base(state, down, lora)
-        like = next(iter(view.model.initial.values()))
-        start = leaves_of(lora.initial_factors(rank, view.key / "lora", like), state.rest | down.rest)
+        start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
         frozen, moved = base.beside(self.keep, lora)
         end = tune(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
@@ -153,4 +152,4 @@ def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Pa
 
 
 def _none(view: ClientView) -> Factors:
-    return lora_of(view.model).initial_factors(1, view.key / "none", next(iter(view.model.initial.values())))
+    return lora_of(view.model).initial_factors(1, view.key / "none")

@@ -69,8 +69,8 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """A zero adaptor; its random factors are the same at all clients, as FLoRAL's first cluster."""
         model = task.model(client)
-        where, like = adapted_of(self, model), next(iter(model.initial.values()))
-        return initial_adaptors(where, 1, task.key / "adaptors", self.construction, like)
+        where, key = adapted_of(self, model), task.key / "adaptors"
+        return initial_adaptors(where, 1, key, self.construction, model.initial)
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""

@@ -58,17 +58,20 @@ def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
     """Parameters of the base with all of W: as factors where it is held so, else added to the weights."""
     factors: Factors = {}
     dense: dict[str, Tensor] = {}
-    like = next(iter(model.initial.values()))
+    lora = lora_of(model)
     for name, delta in deltas.items():
+        layer = lora.layers[name]
+        base = lora.base[layer.weight]
         if delta.whole is not None:
             # the layer's own adapter, if it has one, must add nothing
-            dense[name] = delta.whole.to(torch.promote_types(like.dtype, torch.float32)).to(like.device)
+            dense[name] = delta.whole.to(base.device, torch.promote_types(layer.dtype, torch.float32))
             d, k = delta.shape
-            factors[name] = Pair(like.new_zeros(d, 1), like.new_zeros(1, k))
+            b, a = delta.whole.new_zeros(d, 1), delta.whole.new_zeros(1, k)
         else:
             pair = split_svd(truncate_delta(delta, delta.rank), max(delta.rank, 1))
-            factors[name] = Pair(pair.b.to(like), pair.a.to(like))
-    return lora_of(model).insert_factors(factors, 1.0, weights=lora_of(model).add_to_weights(dense)) | rest
+            b, a = pair.b, pair.a
+        factors[name] = Pair(b.to(base.device, layer.dtype), a.to(base.device, layer.dtype))
+    return lora.insert_factors(factors, 1.0, weights=lora.add_to_weights(dense)) | rest
 
 
 def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:

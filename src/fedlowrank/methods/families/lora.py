@@ -173,7 +173,7 @@ def rank_of_factors(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
 def initial_factors(task: Task, rank: int) -> Factors:
     """Initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
     model = next(iter(task.architectures.values()))
-    return lora_of(model).initial_factors(rank, task.key / "lora", next(iter(model.initial.values())))
+    return lora_of(model).initial_factors(rank, task.key / "lora")
 
 
 def scaled(factors: Factors, scale: float) -> Factors:
