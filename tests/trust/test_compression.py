@@ -28,6 +28,7 @@ from fedlowrank.trust.compression import (
     with_feedback,
 )
 from fedlowrank.trust.stages import BFloat16, Int8, LowRank, TopK
+from fedlowrank.trust.updates import with_compared
 
 KEY = Key((0, "compression"))
 TEXTS = [
@@ -428,6 +429,28 @@ def test_what_is_decoded_and_the_residual_add_up_to_all_updates(text: str) -> No
     # int8 and bfloat16 decode to float32 numbers exactly, so only the sums round
     assert np.allclose(flatten(tree.add(sent, residual)), flatten(sum_of), rtol=0, atol=1e-11)
     assert not np.allclose(flatten(sent), flatten(sum_of), rtol=0, atol=1e-11) or text == "top_k:1"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "text", ["top_k:1", "top_k:0.3", "low_rank:1", "int8", "low_rank:2 + top_k:0.5 + bfloat16"]
+)
+def test_a_model_of_half_precision_and_the_residual_add_up(text: str, dtype: torch.dtype) -> None:
+    # updates are below half the distance of two numbers of the model
+    stages, residual = parse_stages(text), None
+    model = {"model": {p: 1 + t.abs() for p, t in make_update(1, dtype).items()}}
+    end, start = flatten(model["model"]).astype(np.float64), flatten(model["model"]).astype(np.float64)
+    for step in range(40):
+        update = {tree.join("/model", p): t * 2e-4 for p, t in make_update(100 + step % 3).items()}
+        reference = dict(tree.leaves(model))
+        message, residual = with_feedback(stages, update, residual, KEY / step, reference)
+        model = with_compared(None, model, decompress(stages, travel(message), reference))
+        end += flatten(update).astype(np.float64)
+    assert {t.dtype for _, t in tree.leaves(model)} == {dtype}
+    assert {t.dtype for t in (residual or {}).values()} == {torch.float32}
+    assert np.allclose(flatten(model["model"]) + flatten(residual), end, rtol=0, atol=2e-6)
+    # the model follows as near as its type and the stages allow
+    assert np.abs(flatten(model["model"]) - start).max() > 1e-3
 
 
 def test_feedback_sends_at_last_what_top_k_left_out() -> None:

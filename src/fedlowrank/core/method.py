@@ -153,7 +153,8 @@ class ClientView:
             constants: further trees for the functions; no gradient is taken for them.
             precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
                 clipping, weight decay and momentum.
-            prox: ``prox(params, lr, *constants)``, applied after every step with the round's learning rate.
+            prox: ``prox(params, lr, *constants)``, applied after every step with the round's learning rate. Of
+                half precision all of it is in float32, and a step with its prox is rounded once.
             proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
                 before the rest.
             padded: dimensions in which clients differ, so that an engine can train them together all the

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..core.client_model import ClientModel
 from ..core.method import Batch, ClientView, Method, ServerView, Task
 from ..core.model import Model
-from ..core.tree import Params, widen
+from ..core.tree import Params
 from .families.clusters import even, initial_models, losses_of
 
 
@@ -49,7 +49,7 @@ def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
 
 def _even_shares(models: Params) -> Tensor:
     """π ``[C]`` at first; shares are statistics, and in float32 for models of half precision, too."""
-    return widen(even(models)).softmax(0)
+    return even(models).softmax(0)
 
 
 @dataclass(frozen=True)

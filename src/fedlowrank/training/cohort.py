@@ -110,7 +110,6 @@ class Stack(Work):
             torch.autograd.backward(value.sum())
         else:
             self.step(self.gradient(value), count)
-        self.proximal()
         self._compare = False
         return value.detach()
 
@@ -145,17 +144,18 @@ class Stack(Work):
         """Of each client's loss by its own parameters."""
         return super().gradient(value.sum())
 
-    def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of ``f(a, now, *constants)`` of every client."""
+    def mapped(self, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+        """The tensors of ``f(a, p, *constants)`` of every client."""
         with _unsupported(), without_rows():
-            stacks = [refill(self.now, [stack(t) for t in ts]) for ts in (tensors, self.params)]
+            stacks = [refill(self.now, [stack(t) for t in ts]) for ts in (tensors, params)]
             found = tensors_like(self.now, f(*stacks, *self._rows_constants))
             if any(not isinstance(t, Stacked) for t in found):
                 raise UnsupportedError("a result that is the same for all clients")
             out = [t.as_subclass(Tensor) for t in found]
             for k in (0, len(out[0]) - 1) if self._compare else ():
                 a = refill(self.now, [t[k] for t in tensors])
-                alone = f(a, _of_client(self.now, k), *_of_client(self.constants, k))
+                p = refill(self.now, [t[k] for t in params])
+                alone = f(a, p, *_of_client(self.constants, k))
                 _check_equal([t[k] for t in out], tensors_like(self.now, alone), "precondition or prox")
         return out
 

@@ -86,13 +86,13 @@ class Work:
 
     @torch.no_grad()
     def step(self, grads: list[Tensor], count: int) -> None:
-        """Take a step in place, given the gradient and the number of steps before."""
+        """Take a step in place and apply the request's prox, given the gradient and the number of steps before."""
         request = self.request
         if not self.params:
             return
         if request.precondition is not None:
-            grads = self.mapped(request.precondition, grads)
-        # in float32 for half precision, so that a step is rounded once
+            grads = self.mapped(request.precondition, grads, self.params)
+        # in float32 for half precision, so that a step with its prox is rounded once
         params, grads = (
             (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
         )
@@ -104,36 +104,37 @@ class Work:
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
         request.optimizer.step(params, grads, self.memory, self.rates, count)
-        if self._is_half:
+        if request.prox is not None:
+            params = self._after_prox(params, request.prox)
+        if params is not self.params:
             torch._foreach_copy_(self.params, params)
 
-    @torch.no_grad()
-    def proximal(self) -> None:
-        """Apply the request's prox, as after every step.
+    def _after_prox(self, params: list[Tensor], prox: Callable[..., Any]) -> list[Tensor]:
+        """The prox of parameters, in float32 for half precision.
 
         A decomposition raises on a NaN or an infinity. Then the prox leaves out the clients whose parameters
         are not all finite, the pass goes on, and the check of its losses and parameters names the client and
         the step.
         """
-        prox, lr = self.request.prox, self._lr
-        if prox is None or not self.params:
-            return
+        lr = self._lr
+
+        def of_all(_: Any, p: Any, *constants: Any) -> Any:
+            return prox(p, lr, *tree.widen(constants))
 
         def of_finite(_: Any, p: Any, *constants: Any) -> Any:
             finite = torch.stack([t.isfinite().all() for t in tree.tensors(p)]).all()
-            new = prox(tree.map(lambda t: torch.where(finite, t, 0.0), p), lr, *constants)
+            new = of_all(_, tree.map(lambda t: torch.where(finite, t, 0.0), p), *constants)
             return tree.map(lambda t, q: torch.where(finite, q, t), p, new)
 
         try:
-            new = self.mapped(lambda _, p, *constants: prox(p, lr, *constants), self.params)
+            return self.mapped(of_all, params, params)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not exported
-            new = self.mapped(of_finite, self.params)
-        for p, q in zip(self.params, new, strict=True):
-            p.copy_(q)
+            return self.mapped(of_finite, params, params)
 
-    def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of ``f(a, now, *constants)``, where a is the tree of some tensors."""
-        return tensors_like(self.now, f(refill(self.now, tensors), self.now, *self.constants))
+    def mapped(self, f: Callable[..., Any], tensors: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+        """The tensors of ``f(a, p, *constants)``, where a and p are the trees of some tensors and parameters."""
+        trees = (refill(self.now, ts) for ts in (tensors, params))
+        return tensors_like(self.now, f(*trees, *self.constants))
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients whose common norm is at most ``bound``."""

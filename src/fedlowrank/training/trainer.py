@@ -255,7 +255,6 @@ def descend(
         with counting(batch):
             value, grads = _gradient(work, batch, micro_batch)
         work.step(grads, count)
-        work.proximal()
         losses.append(value)
     return work.now, torch.stack(losses)
 

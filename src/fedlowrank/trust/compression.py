@@ -169,7 +169,11 @@ def _check_finite(value: Any) -> None:
 
 
 def with_feedback(
-    stages: tuple[Stage, ...], update: Params, residual: Params | None, key: Key, like: Params | None = None
+    stages: tuple[Stage, ...],
+    update: Params,
+    residual: Params | None,
+    key: Key,
+    reference: Params | None = None,
 ) -> tuple[Compressed, Params]:
     """Compress an update and what earlier ones lost, e ← D + e - decode(encode(D + e)).
 
@@ -180,21 +184,33 @@ def with_feedback(
         update: D.
         residual: e, of the form of the update; None in the first round.
         key: of this update's random numbers.
-        like: tensors of the types in which the update is sent, by path; None for its own.
+        reference: the numbers to which the receiver adds the update, by path, of the types in which it is sent;
+            None if the update is sent in its own types and is added to nothing.
 
     Returns:
         The message and the next residual, which holds once the message has been accepted. Of half precision it
-        is in float32, and holds what rounding to the type of the message took away, too.
+        is in float32, and holds what rounding took away, too: of the message to its type, and of the reference
+        plus the update.
 
     Raises:
         TaskError: see :func:`compress`.
         TreeError: if the residual has another form than the update.
     """
-    like = update if like is None else like
+    like = update if reference is None else reference
     total = tree.canonical(tree.widen(update))
     if residual is not None:
         _check_form(total, residual)
         total = tree.add(total, residual)
     sent = tree.cast_like(total, like)
     compressed = compress(stages, sent, key)
-    return compressed, tree.sub(total, decompress(stages, compressed, sent))
+    arrived = decompress(stages, compressed, sent)
+    if reference is not None:
+        arrived = {path: _received(d, reference[path]) for path, d in arrived.items()}
+    return compressed, tree.sub(total, arrived)
+
+
+def _received(update: Tensor, reference: Tensor) -> Tensor:
+    """What an update changes in a reference of its type; in half precision their sum is rounded."""
+    if tree.wide_type(update.dtype) == update.dtype:
+        return update
+    return tree.widen(reference + update) - tree.widen(reference)
