@@ -63,6 +63,29 @@ ADAPTORS = ["floral", "local_adaptor"]
 FORMS = ["fedslr", "fedspa", "gpgd", "lpgd"]
 
 
+class Bags(nn.Module):
+    """Rows of a table, summed."""
+
+    head_name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = parametrizations.weight_norm(nn.EmbeddingBag(6, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.bag(x.long() % 6))
+        return scores
+
+
+def test_a_bag_of_rows_is_asked_for_its_weight_like_other_layers() -> None:
+    data = federation(Bags, "head")
+    asks: list[Callable[[], Any]] = [lambda: add_lora(Bags(), 2), lambda: Floral(Bags(), 1, 2)]
+    for ask in (*asks, lambda: run("floral", data), lambda: run("local_adaptor", data)):
+        with pytest.raises(TaskError, match=r"layer bag \(EmbeddingBag\) has the parametrization WeightNorm"):
+            ask()
+    assert run("floral", data, kinds=("linear",))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_method_says_which_layer_it_is_and_what_to_type(kind: str) -> None:
     model = net(kind)

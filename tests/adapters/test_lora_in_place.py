@@ -81,6 +81,69 @@ def test_an_embedding_keeps_its_options(name: str) -> None:
     assert made.padding_idx == plain.padding_idx
 
 
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long()
+
+
+WEIGHTS = drawn(7).abs()
+BAGS: dict[str, dict[str, Any]] = {
+    "mean": {"padding_idx": 3},
+    "sum": {"mode": "sum", "padding_idx": -1},
+    "weighted": {"mode": "sum", "padding_idx": 3},
+    "max": {"mode": "max", "padding_idx": 3},
+    "frequency": {"scale_grad_by_freq": True},
+    "norm": {"max_norm": 0.7, "norm_type": 1.0, "padding_idx": 3},
+    "sparse": {"mode": "sum", "sparse": True, "padding_idx": 3},
+    "norm, sparse": {"sparse": True, "max_norm": 0.7},
+    "last offset": {"include_last_offset": True, "padding_idx": 3},
+}
+
+
+@pytest.mark.parametrize("name", BAGS)
+def test_a_bag_of_rows_keeps_its_options(name: str) -> None:
+    plain = nn.EmbeddingBag(9, 5, **BAGS[name])
+    made: Any = with_random_factors(nn.Sequential(plain))[0]
+    a, b = made.lora_A.detach(), made.lora_B.detach()
+    before = plain.weight.detach().clone()
+    held = copy.deepcopy(plain)
+    held.weight.data += S * (b @ a).mT
+    # an empty bag, and one of padding alone
+    x, offsets = torch.tensor([1, 3, 3, 0, 2, 8, 3]), torch.tensor([0, 4, 4, 6, 7])
+    args = (x, offsets if name == "last offset" else offsets[:4])
+    more = {"per_sample_weights": WEIGHTS} if name == "weighted" else {}
+    found, expected = made(*args, **more), held(*args, **more)
+    torch.testing.assert_close(found, expected)
+    g = drawn(4, 5)
+    (found * g).sum().backward()
+    (expected * g).sum().backward()
+    grad = held.weight.grad.to_dense()
+    torch.testing.assert_close(made.lora_A.grad, S * b.mT @ grad.mT)
+    torch.testing.assert_close(made.lora_B.grad, S * grad.mT @ a.mT)
+    if name != "frequency":
+        assert not bool(made.lora_A.grad[:, plain.padding_idx or 4].any())
+    assert torch.equal(dict(made.named_parameters())["weight"], before)
+    if not plain.max_norm:
+        torch.testing.assert_close(merge_lora(made)(*args, **more), found)
+
+
+def test_clients_adapt_a_bag_of_rows() -> None:
+    bag = nn.EmbeddingBag(6, 4, padding_idx=2, sparse=True)
+    module = add_lora(nn.Sequential(Whole(), bag, nn.Linear(4, 3)), 2, trainable=["2"])
+    draw = torch.Generator().manual_seed(0)
+    clients = [
+        (torch.randint(0, 6, (12, 3), generator=draw), torch.randint(0, 3, (12,), generator=draw))
+        for _ in range(3)
+    ]
+    data = Federation.from_arrays(clients, module, head="2", classes=3, seed=0, rank=[2] * 3)
+    for name in ("fedit", "fedhl", "fedavg"):
+        method = METHODS[name](optimizer=SGD(lr=0.5, momentum=0.9, weight_decay=0.01), batch_size=4)
+        state = simulate(method, data, rounds=2).personal(0)
+        # FedHL rounds in its decomposition
+        assert float(state["1.lora_A"][:, 2].abs().max()) < 1e-6
+        assert bool(state["1.lora_A"][:, 1].any())
+
+
 def test_a_row_of_padding_does_not_move() -> None:
     plain = nn.Sequential(nn.Embedding(6, 4, padding_idx=2), nn.Linear(4, 3))
     made = add_lora(plain, 2, target_modules=["0"])
@@ -93,11 +156,6 @@ def test_a_row_of_padding_does_not_move() -> None:
     assert torch.equal(made[0](torch.tensor([2]))[0], row)
     assert torch.equal(made[0].weight[2], row)
     assert not torch.equal(made[0].weight[1], plain[0].weight[1])
-
-
-class Whole(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.long()
 
 
 def test_a_row_of_padding_does_not_move_in_a_federation() -> None:

@@ -18,6 +18,9 @@ from ..core.errors import TaskError
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Weights of ``nn.MultiheadAttention`` beside that of its output layer."""
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+"""Layers whose weight is a table of rows."""
+
 _REMOVE = {
     WeightNorm: "torch.nn.utils.remove_weight_norm({layer}, {weight!r})",
     SpectralNorm: "torch.nn.utils.remove_spectral_norm({layer}, {weight!r})",
@@ -48,7 +51,7 @@ class AdaptableWeight:
     @property
     def is_embedding(self) -> bool:
         """Whether it is the table of an embedding."""
-        return isinstance(self.layer, nn.Embedding)
+        return isinstance(self.layer, EMBEDDINGS)
 
     @property
     def is_transposed(self) -> bool:
@@ -100,7 +103,7 @@ def find_adaptable_weights(module: nn.Module) -> Iterator[AdaptableWeight]:
                 # the three projections are one weight or three; the others are None
                 if layer._parameters.get(attribute, layer) is not None:
                     yield AdaptableWeight(path, layer, attribute)
-        elif isinstance(layer, (nn.Linear, _ConvNd, nn.Embedding)) or is_conv1d(layer):
+        elif isinstance(layer, (nn.Linear, _ConvNd, *EMBEDDINGS)) or is_conv1d(layer):
             yield AdaptableWeight(path, layer, "weight")
 
 

@@ -14,7 +14,7 @@ from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Pair
 from ..models.stateless import is_within
-from .adaptable import AdaptableWeight, find_adaptable_weights
+from .adaptable import EMBEDDINGS, AdaptableWeight, find_adaptable_weights
 from .lora_layers import LoRALayer, factor_name
 
 PEFT_PREFIX = "base_model.model."
@@ -178,7 +178,7 @@ def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameter
             f"layer {name} has LoRA factors of type {dtype}, but federated LoRA is defined for real ones; leave it "
             "out of target_modules"
         )
-    embedding = isinstance(base, nn.Embedding)
+    embedding = isinstance(base, EMBEDDINGS)
     # the weight of an embedding [V, D] and of GPT-2's Conv1D [k, d] is the transpose of B A
     transposed = (
         factors.weight in layer.lora_transposed

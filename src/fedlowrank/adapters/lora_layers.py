@@ -144,6 +144,38 @@ class _EmbeddingLayer(LoRALayer):
         return functional.embedding(x, self.base_weight(), padding) + self.lora_scaling * update
 
 
+class _EmbeddingBagLayer(LoRALayer):
+    def forward(
+        self, x: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Bags of rows of W and s times bags of rows of (B A)ᵀ; padding is in no bag, as the layer defines it.
+
+        Gradients of A and B are dense where those of W would be sparse.
+        """
+        layer: Any = self
+
+        def bags(table: Tensor) -> Tensor:
+            found: Tensor = functional.embedding_bag(
+                x,
+                table,
+                offsets,
+                layer.max_norm,
+                layer.norm_type,
+                layer.scale_grad_by_freq,
+                layer.mode,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=layer.include_last_offset,
+                padding_idx=layer.padding_idx,
+            )
+            return found
+
+        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.mode == "max":
+            # these are defined by whole rows, those of W + s·(B A)ᵀ; max_norm then changes no frozen W
+            return bags(layer.weight)
+        b, a = self.factors()
+        return bags(self.base_weight()) + self.lora_scaling * functional.linear(bags(b), a.mT)
+
+
 def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
     """The form for layers of a class: with a product of its own only where ``forward`` is known."""
     code: Any = base
@@ -151,6 +183,8 @@ def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
         return _LinearLayer
     if code.forward is nn.Embedding.forward:
         return _EmbeddingLayer
+    if code.forward is nn.EmbeddingBag.forward:
+        return _EmbeddingBagLayer
     for kind in _CONVOLVE:
         if code.forward is kind.forward and code._conv_forward is kind._conv_forward:
             return _ConvolutionLayer
@@ -206,8 +240,9 @@ def add_lora(
     """A copy of a module with low-rank updates of its weights, everything else frozen.
 
     Linear layers, attention (``nn.MultiheadAttention``: its projections and its output layer), convolutions
-    and embeddings can be adapted. They stay what they are, with all their options: ``isinstance``, hooks and
-    the names of the frozen weights are as before, and ``layer.weight`` is W + s·B A; see :class:`LoRALayer`.
+    and embeddings (``nn.EmbeddingBag``, too) can be adapted; other layers stay frozen. Adapted layers stay what
+    they are, with all their options: ``isinstance``, hooks and the names of the frozen weights are as before, and
+    ``layer.weight`` is W + s·B A; see :class:`LoRALayer`.
     A weight that several layers share has one update, which all of them get if one of them is a target.
 
     Args:
