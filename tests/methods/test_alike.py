@@ -96,6 +96,18 @@ class DetachedInTraining(Net):
         return scores.detach() if self.training else scores
 
 
+class WithoutGraphInTraining(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.training):
+            return super().forward(x)
+
+
+class DetachedInBatches(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        return scores.detach() if self.training and len(x) > 1 else scores
+
+
 class GraphInTrainingAlone(Net):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -110,6 +122,8 @@ class GraphInTrainingAlone(Net):
         (Detached, r"client 0: no gradient of the scores of model model reaches .*detach\(\)"),
         (WithoutGradient, "client 0: no gradient of the scores of model model"),
         (Inference, "client 0: no gradient of the scores of model model"),
+        (DetachedInTraining, "client 0: no gradient of the scores of model model .*training mode"),
+        (WithoutGraphInTraining, "client 0: no gradient of the scores of model model .*training mode"),
         (lambda: Hard(torch.float32), "client 0: no gradient of the scores of model model .*argmax"),
         (lambda: Hard(torch.int64), "client 0: model model makes scores of type torch.int64"),
     ],
@@ -142,7 +156,7 @@ def type_with(cls: type[Net], start: Net) -> Net:
 )
 def test_a_loss_without_a_gradient_names_client_round_and_pass(name: str, sweep: str, engine: str) -> None:
     with pytest.raises(LossError, match=rf"client 0, round 0, pass '{sweep}': no gradient reaches what"):
-        simulate(method(name), federation(DetachedInTraining), rounds=1, engine=engine)
+        simulate(method(name), federation(DetachedInBatches), rounds=1, engine=engine)
 
 
 # -- frozen parts --------------------------------------------------------------------------------------------
@@ -171,6 +185,11 @@ def test_a_pass_over_a_frozen_part_changes_nothing() -> None:
         found = result.personal(k)
         assert torch.equal(found["body.weight"], start.body.weight)
         torch.testing.assert_close(found["head.weight"], model.head.weight.detach())
+    # FedRoD's personal head is an addition to what is trained of the generic one
+    assert torch.equal(
+        personal(simulate(method("fedrod"), federation(frozen("head")), rounds=1))[0]["head.bias"],
+        frozen("head").head.bias,
+    )
     for name, part in (("fedbabu", "body"), ("fedrep", "head"), ("fedper", "body"), ("lg_fedavg", "head")):
         for engine in ("sequential", "vectorized"):
             simulate(method(name), federation(frozen(part)), rounds=1, engine=engine)
@@ -258,8 +277,9 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
     record("train", LocalTrainer.train)
     record("total", LocalTrainer.total)
     for name in KINDS:
+        data = federation(Recording)
         seen.clear()
-        simulate(method(name), federation(Recording), rounds=1)
+        simulate(method(name), data, rounds=1)
         assert seen <= {("train", True, True), ("total", False, False), ("", False, False)}, name
         assert {w for w, *_ in seen} >= {"train", ""}, name
 

@@ -175,7 +175,7 @@ class Federation:
                 raise TaskError(
                     f"client {client}: no gradient of the scores of model {name} reaches its parameters, so "
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
-                    "or rounding in its forward."
+                    "or rounding in its forward, as it is in training mode."
                 )
             is_new = not examples.regression and self.remarks is None and name not in remarks
             if is_new and (said := self._remark(name, client, scores)):

@@ -65,11 +65,12 @@ class FedRoD(Method[Params, Params, Params, Params]):
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""
         model = task.common_model(self.title)
-        layers, head = model.head_layers(), model.head_of(model.initial)
-        if len(layers) != 1 or numel(head) != sum(p.numel() for p in layers[0].parameters()):
+        layers = model.head_layers()
+        head = list(model.module.get_submodule(str(model.head_name)).parameters())
+        if len(layers) != 1 or numel(head) != numel(list(layers[0].parameters())):
             raise TaskError(
-                f"{self.title} adds a personal head to the generic one, so the head must be one linear layer "
-                f"that is trained; the head {model.head_name!r} of model {model.name} is not. Let it begin "
+                f"{self.title} adds a personal head to the generic one, so the head must be one linear layer; "
+                f"the head {model.head_name!r} of model {model.name} is not. Let it begin "
                 "at the last linear layer (model.split, or head=... with a model of your own)."
             )
         return model.initial

@@ -284,24 +284,18 @@ class Architecture:
     def probe_gradient(self, x: Any) -> tuple[Tensor, bool]:
         """Scores of a few inputs as by :meth:`probe`, and whether a gradient of them may reach a parameter.
 
-        A module may make no graph where it only infers. So without one it is asked in training mode, too; a
-        module that cannot train on these inputs (of one example, a custom normalization say) may have one.
+        Training mode decides, for a module may make no graph where it only infers. One that cannot train on these
+        inputs (of one example, a custom normalization say) may have one.
         """
         leaves = {n: p.detach().requires_grad_() for n, p in self.initial.items()} | self._code.neutral()
-
-        def scores() -> Tensor:
-            with torch.enable_grad(), _PROBE.global_generators():
-                return self.apply(leaves, x)
-
-        with unchanged(self.module):
-            found = scores()
-            if found.requires_grad:
-                return found.detach(), True
+        with torch.no_grad():
+            found = self.probe(x)
+        with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators():
             self.set_training(True)
             try:
-                return found.detach(), scores().requires_grad
+                return found, self.apply(leaves, x).requires_grad
             except (RuntimeError, ValueError, TaskError):
-                return found.detach(), True
+                return found, True
             finally:
                 self.set_training(False)
 
