@@ -78,7 +78,7 @@ class Stack(Work):
         self.center, self.linear = (
             None if ts is None else [t[:clients] for t in ts] for ts in (center, linear)
         )
-        self.memory = [[m[:clients] for m in ms] for ms in self.memory]
+        self.memory = [[None if m is None else m[:clients] for m in ms] for ms in self.memory]
         self._stack()
 
     def advance(self, batch: Batch, count: int) -> Tensor:
@@ -109,7 +109,7 @@ class Stack(Work):
         if self.steps_in_backward:
             torch.autograd.backward(value.sum())
         else:
-            self.step(self.gradient(value), count)
+            self.step(self.gradient(value))
         self._compare = False
         return value.detach()
 
@@ -138,9 +138,10 @@ class Stack(Work):
             params = tree.tensors(now)
             alone = self.request.loss(now, _batch_of_client(batch, k), *_of_client(self.constants, k))
             expected = torch.autograd.grad(alone, params, allow_unused=True, materialize_grads=True)
-            _check_equal([value[k], *[g[k] for g in grads]], [alone, *expected], "the loss")
+            found = [torch.zeros_like(e) if g is None else g[k] for g, e in zip(grads, expected, strict=True)]
+            _check_equal([value[k], *found], [alone, *expected], "the loss")
 
-    def gradient(self, value: Tensor) -> list[Tensor]:
+    def gradient(self, value: Tensor) -> list[Tensor | None]:
         """Of each client's loss by its own parameters."""
         return super().gradient(value.sum())
 

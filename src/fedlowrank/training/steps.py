@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.loss import check_loss
 from ..core.method import Batch, ProximalTerm, Request
-from ..core.optimizer import SGD, clip
+from ..core.optimizer import SGD, Rates, clip
 from .local_data import channels_last
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ class Work:
         params: its tensors.
         constants: of the request, in the fastest memory layout.
         rates: learning rate and weight decay of each tensor.
+        memory: what the optimizer keeps, lists with an entry for each tensor; None before its first step.
+        taken: steps of each tensor.
         center: tensors of the proximal term's center, or None.
         linear: tensors of its linear part, or None.
         is_plain_sgd: whether a step only subtracts the gradient times the learning rate.
@@ -49,7 +51,8 @@ class Work:
         self.strength = term.strength
         self.center = None if not term.strength else tensors_like(request.start, layout(term.center))
         self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
-        self.memory: list[list[Tensor]] = []
+        self.memory: list[list[Tensor | None]] = []
+        self.taken = [0] * len(self.params)
         self._is_half = any(tree.wide_type(p.dtype) != p.dtype for p in self.params)
         self._lr = request.optimizer.learning_rate(round)
         self.is_plain_sgd = self._is_plain_sgd()
@@ -69,8 +72,8 @@ class Work:
         value: Tensor = self.request.loss(self.now, batch, *self.constants)
         return value
 
-    def gradient(self, value: Tensor) -> list[Tensor]:
-        """The gradient of a loss; zeros for parameters that it does not depend on.
+    def gradient(self, value: Tensor) -> list[Tensor | None]:
+        """The gradient of a loss; None for parameters that it does not depend on.
 
         The sparse gradient of an embedding stays so where it is only subtracted. Everything else acts on all
         rows, also on those that no example of the batch has.
@@ -81,17 +84,24 @@ class Work:
         if not self.params:
             return []
         check_loss(value)
-        grads = torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, self.params, allow_unused=True)
         return list(grads) if self.is_plain_sgd else densify(grads)
 
     @torch.no_grad()
-    def step(self, grads: list[Tensor], count: int) -> None:
-        """Take a step in place and apply the request's prox, given the gradient and the number of steps before."""
+    def step(self, gradient: Sequence[Tensor | None]) -> None:
+        """Take a step in place, given the gradient, and apply the request's prox.
+
+        As in PyTorch, a parameter without a gradient is left out: no weight decay, no momentum. A proximal term is
+        part of the loss and depends on all parameters.
+        """
         request = self.request
         if not self.params:
             return
+        unused = [g is None for g in gradient]
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, gradient, strict=True)]
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads, self.params)
+            unused = [u and not bool(g.any()) for u, g in zip(unused, grads, strict=True)]
         # in float32 for half precision, so that a step with its prox is rounded once
         params, grads = (
             (tree.widen(self.params), tree.widen(grads)) if self._is_half else (self.params, grads)
@@ -103,11 +113,35 @@ class Work:
             grads = list(torch._foreach_add(grads, away, alpha=self.strength))
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
-        request.optimizer.step(params, grads, self.memory, self.rates, count)
+        depends = self.linear is not None or self.center is not None
+        self._optimize(params, grads, [i for i, u in enumerate(unused) if depends or not u])
         if request.prox is not None:
             params = self._after_prox(params, request.prox)
         if params is not self.params:
             torch._foreach_copy_(self.params, params)
+
+    def _optimize(self, params: list[Tensor], grads: list[Tensor], which: list[int]) -> None:
+        """A step of the optimizer for some parameters, together for those that have taken equally many."""
+        groups: dict[int, list[int]] = {}
+        for i in which:
+            groups.setdefault(self.taken[i], []).append(i)
+        for count, group in groups.items():
+            rates = Rates(
+                *([values[i] for i in group] for values in (self.rates.lr, self.rates.weight_decay))
+            )
+            memory = (
+                [[m for i in group if (m := kept[i]) is not None] for kept in self.memory] if count else []
+            )
+            self.request.optimizer.step(
+                [params[i] for i in group], [grads[i] for i in group], memory, rates, count
+            )
+            for slot, tensors in enumerate(memory):
+                if slot == len(self.memory):
+                    self.memory.append([None] * len(params))
+                for i, t in zip(group, tensors, strict=True):
+                    self.memory[slot][i] = t
+            for i in group:
+                self.taken[i] += 1
 
     def _after_prox(self, params: list[Tensor], prox: Callable[..., Any]) -> list[Tensor]:
         """The prox of parameters, in float32 for half precision.
@@ -141,9 +175,9 @@ class Work:
         return clip(grads, bound)
 
 
-def densify(grads: Iterable[Tensor]) -> list[Tensor]:
+def densify(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Gradients without sparse ones, such as of ``nn.Embedding(sparse=True)``."""
-    return [g.to_dense() if g.is_sparse else g for g in grads]
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
 
 def layout(value: T) -> T:

@@ -251,15 +251,15 @@ def descend(
     """
     work = Work(request, round)
     losses: list[Tensor] = []
-    for count, batch in enumerate(batches):
+    for batch in batches:
         with counting(batch):
             value, grads = _gradient(work, batch, micro_batch)
-        work.step(grads, count)
+        work.step(grads)
         losses.append(value)
     return work.now, torch.stack(losses)
 
 
-def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor]]:
+def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
         value = work.loss(batch)
@@ -267,7 +267,7 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
         return value.detach(), grads
     weights, device = batch.weights, batch.y.device
     total = torch.zeros((), device=device)
-    grads = [torch.zeros_like(p, dtype=tree.wide_type(p.dtype)) for p in work.params]
+    grads: list[Tensor | None] = [None] * len(work.params)
     for part in torch.split(torch.arange(len(batch), device=device), micro_batch):
         x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
         value = work.loss(Batch(x, batch.y[part], step=batch.step))
@@ -276,9 +276,12 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
         else:
             # stays on the device: a number of Python would wait for the steps before
             value = value * (weights[part].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
-        torch._foreach_add_(grads, work.gradient(value))
+        for i, (total_grad, g) in enumerate(zip(grads, work.gradient(value), strict=True)):
+            if g is not None:
+                wide = g.to(tree.wide_type(g.dtype))
+                grads[i] = wide if total_grad is None else total_grad + wide
         total = total + value.detach()
-    return total, tree.cast_like(grads, work.params)
+    return total, [None if g is None else g.to(p.dtype) for g, p in zip(grads, work.params, strict=True)]
 
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
