@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import Federation, simulate
+from fedlowrank import Federation, Floral, simulate
+from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import FedAvg, FedRep
 from fedlowrank.models.architecture import Architecture
@@ -135,3 +136,22 @@ def test_a_forward_may_read_attributes_of_its_head_and_hooks_of_it_run_once() ->
 def test_a_forward_that_computes_with_its_heads_values_cannot_be_split() -> None:
     with pytest.raises(TaskError, match=r"computes with the values of parameters of its head 'head'"):
         Architecture("m", ReadsHead("values"), X[:1])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda m: add_lora(m, 2), lambda m: Floral(m, 1, 2), lambda m: Floral(m, 1, 2, reparameterize=False)],
+)
+def test_a_module_is_as_it_was_after_a_wrapper_was_made(wrap: Any) -> None:
+    module = Restless()
+    module.drop.eval()
+    tensors = {n: t.clone() for n, t in module.state_dict().items()}
+    before, generator = state(module), torch.get_rng_state()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    free = [p.requires_grad for p in module.parameters()]
+    wrap(module)
+    assert state(module) == before
+    assert all(torch.equal(t, tensors[n]) for n, t in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    assert free == [p.requires_grad for p in module.parameters()]
