@@ -12,7 +12,9 @@ from torch import nn
 
 from fedlowrank import Floral
 from fedlowrank.adapters.router import Router
+from fedlowrank.config.parsing import build
 from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.methods.floral import FederatedFloral
 
 from .test_floral_module import TINY, network, randn, shake
 
@@ -89,19 +91,43 @@ def test_routes() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"num_clusters": 0}, ConfigError, "num_clusters.*>= 1; it is 0"),
-        ({"num_clusters": 2.5}, ConfigError, "num_clusters"),
-        ({"rank": "8"}, ConfigError, "rank.*'8'"),
-        ({"rank": True}, ConfigError, "rank"),
-        ({"alpha": 0.0}, ConfigError, "alpha"),
-        ({"alpha": float("inf")}, ConfigError, "alpha"),
-        ({"router": Router(update="mfl")}, ConfigError, "mfl"),
+        (
+            {"num_clusters": 0},
+            ConfigError,
+            r"^Floral\.num_clusters must be a whole number of at least 1; it is 0$",
+        ),
+        (
+            {"num_clusters": 2.5},
+            ConfigError,
+            r"^Floral\.num_clusters: input should be a valid integer, got a number with a fractional part; it is 2\.5$",
+        ),
+        ({"alpha": 0.0}, ConfigError, r"^Floral\.alpha must be > 0; it is 0\.0$"),
+        ({"alpha": float("inf")}, ConfigError, r"^Floral\.alpha must be > 0; it is inf$"),
+        (
+            {"router": Router(update="mfl")},
+            ConfigError,
+            "^router: update = 'mfl' needs the losses of all clusters ",
+        ),
         ({"exclude": lambda *_: True}, TaskError, "predicates"),
     ],
 )
 def test_settings_out_of_range(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         Floral(network(), **options)
+
+
+def test_a_whole_number_may_be_written_as_a_float() -> None:
+    # as in a file, where clusters = 2.0 is 2
+    model = Floral(nn.Linear(4, 3), rank=1, num_clusters=2.0)  # type: ignore[arg-type]
+    assert (model.clusters, type(model.clusters)) == (2, int)
+    assert build(FederatedFloral, {"clusters": 2.0}, "methods.floral") == FederatedFloral(clusters=2)
+    with pytest.raises(ConfigError) as found:
+        build(FederatedFloral, {"clusters": 2.5}, "methods.floral")
+    says = ".clusters: input should be a valid integer, got a number with a fractional part; it is 2.5"
+    assert str(found.value) == f"methods.floral{says}"
+    with pytest.raises(ConfigError) as found:
+        FederatedFloral(clusters=2.5)  # type: ignore[arg-type]
+    assert str(found.value) == f"FederatedFloral{says}"
 
 
 def test_modules_that_cannot_be_wrapped() -> None:

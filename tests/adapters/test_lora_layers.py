@@ -163,7 +163,7 @@ def test_what_is_refused() -> None:
     whole = nn.Linear(4, 3)
     whole.weight = nn.Parameter(torch.ones(3, 4, dtype=torch.int8), requires_grad=False)
     for module, rank, error, match in (
-        (net(), 0, ConfigError, "rank of LoRA must be a whole number of at least 1; it is 0"),
+        (net(), 0, ConfigError, "add_lora.rank must be a whole number of at least 1; it is 0"),
         (nn.Sequential(nn.LayerNorm(3)), 1, TaskError, "there are: none"),
         (add_lora(net(), 2), 2, TaskError, "layer words has LoRA factors already"),
         (nn.Sequential(whole), 2, TaskError, r"layer 0 \(Linear\) has a weight of type torch.int8"),

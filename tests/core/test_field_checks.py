@@ -33,7 +33,7 @@ from fedlowrank import (
 )
 from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.config.field_help import _sections
-from fedlowrank.core.choices import check_bounds
+from fedlowrank.core.bounds import check_bounds
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.field_checks import CheckedFields, FieldChecks
 from fedlowrank.data.csv_table import Csv

@@ -110,11 +110,28 @@ def test_the_default_does_nothing_and_draws_nothing() -> None:
     assert [a.active for a in (Augment(), Augment(flip=True), Augment(crop=1))] == [False, True, True]
 
 
-def test_settings_without_a_meaning_are_refused() -> None:
-    wrong = {"crop": (-1, 2.5, True), "flip": (0.5, 1), "fill": (np.nan, "black")}
-    for name, value in ((name, value) for name, values in wrong.items() for value in values):
-        with pytest.raises(ConfigError, match=rf"(?i)augment\.{name}\b.* {value!r}\.?$"):
-            Augment(**{name: value})
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("crop", -1, " must be a whole number of at least 0; it is -1"),
+        ("crop", 2.5, ": input should be a valid integer, got a number with a fractional part; it is 2.5"),
+        ("crop", True, ": input should be a valid integer; it is True"),
+        ("flip", 0.5, ": input should be a valid boolean; it is 0.5"),
+        ("flip", 1, ": input should be a valid boolean; it is 1"),
+        ("fill", np.nan, " must be a finite number; it is nan"),
+        ("fill", -np.inf, " must be a finite number; it is -inf"),
+        ("fill", "black", ": input should be a valid number; it is 'black'"),
+        (
+            "fill",
+            0.5,
+            " = 0.5 does nothing with Augment.crop = 0: set Augment.crop, or leave Augment.fill out",
+        ),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        Augment(**{name: value})
+    assert str(found.value) == f"Augment.{name}{says}"
 
 
 # A federation

@@ -118,9 +118,16 @@ def test_humaneval(tmp_path, tokenizer):
         "def f2(x):\n": "    return x\n",
     }
     model = Scripted(tokenizer, says)
-    for execute in (False, None, 1, "yes"):
-        with pytest.raises(ConfigError, match=r"no security boundary|should be a valid boolean"):
-            HumanEval(path, execute=execute).score(model, tokenizer, asked)
+    with pytest.raises(ConfigError) as found:
+        HumanEval(path, execute=False).score(model, tokenizer, asked)
+    assert str(found.value) == (
+        "humaneval runs programs that the model wrote, under limits that are no security boundary. "
+        "Set execute to true to say that this machine has nothing to lose."
+    )
+    for execute in (None, 1, "yes"):
+        with pytest.raises(ConfigError) as found:
+            HumanEval(path, execute=execute)
+        assert str(found.value) == f"HumanEval.execute: input should be a valid boolean; it is {execute!r}"
     assert model.asked == []
     score = HumanEval(path, execute=True).score(model, tokenizer, asked)
     assert score.value == score.details["pass@1"] == pytest.approx(2 / 3)

@@ -77,7 +77,7 @@ def test_the_settings_of_the_issue_never_run_unprotected() -> None:
         (lambda: Schedule("step", factor=0.9, floor=0.1), "schedule.floor"),
         (lambda: Schedule("exponential", factor=0.9, every=2), "schedule.every"),
         (lambda: Schedule("exponential"), "schedule.factor = 1.0"),
-        (lambda: Augment(fill=0.5), "augment.fill = 0.5 does nothing"),
+        (lambda: Augment(fill=0.5), "Augment.fill = 0.5 does nothing"),
         (lambda: Preparation(keep_at_least=5), "data.keep_at_least = 5 does nothing"),
         (lambda: PerFedAvg(delta=0.1), "delta = 0.1 does nothing"),
     ],

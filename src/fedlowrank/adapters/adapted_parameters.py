@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from .adaptable import ATTENTION, find_adaptable_weights, is_conv1d
-from .mixture import Construction, Fold, choose_fold
+from .mixture import Construction, check_rank_or_budget, choose_fold
 from .rank_limits import warn_lowered_ranks
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def find_adapted_parameters(
     _check_choices(kinds, construction)
     # checks ranks even if only offsets are adapted
     for asked in (rank, *rank_pattern.values()):
-        Fold((1, 1), (0,)).rank(asked)
+        check_rank_or_budget("rank", asked)
     for weight in find_adaptable_weights(module):
         asked_for = _matrix_kind(weight.layer) in kinds and (
             include is None or include(weight.path, weight.layer)

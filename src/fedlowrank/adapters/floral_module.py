@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, TaskError, warn_user
 from ..core.field_checks import check_arguments
 from ..core.key import Key
@@ -39,6 +40,7 @@ from .mixture import (
     OffsetAdaptor,
     Pairs,
     as_offsets,
+    check_ranks_or_budgets,
     main_statistics,
     reparameterize,
 )
@@ -126,7 +128,7 @@ class Floral(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check_settings(model, rank, num_clusters, alpha, router)
+        _check_settings(model, rank, rank_pattern, num_clusters, alpha, router)
         is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
         how = (construction, tuple(kinds), is_included, rank_pattern)
         self._adapted = find_adapted_parameters(model, rank, *how)
@@ -378,15 +380,20 @@ class Floral(nn.Module):
         )
 
 
-def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: float, router: Router) -> None:
+def _check_settings(
+    model: nn.Module,
+    rank: float,
+    rank_pattern: Mapping[str, float],
+    num_clusters: int,
+    alpha: float,
+    router: Router,
+) -> None:
     if not isinstance(model, nn.Module):
         raise TaskError(f"Floral wraps an nn.Module; it was given {type(model).__name__}")
-    if isinstance(rank, bool) or not isinstance(rank, int | float):
-        raise ConfigError(f"rank must be an integer >= 1, or a budget in (0, 1); not {rank!r}")
-    if isinstance(num_clusters, bool) or not isinstance(num_clusters, int) or num_clusters < 1:
-        raise ConfigError(f"num_clusters must be an integer >= 1; it is {num_clusters!r}")
+    check_ranks_or_budgets("Floral", rank, rank_pattern)
+    check_minimum("Floral.num_clusters", num_clusters, 1)
     if not 0 < alpha < math.inf:
-        raise ConfigError(f"alpha must be > 0; it is {alpha}")
+        raise ConfigError(f"Floral.alpha must be > 0; it is {alpha}")
     if router.update != "gradient":
         raise ConfigError(
             f"router: update = {router.update!r} needs the losses of all clusters after every round, which a "

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..core.choices import check_rank
+from ..core.bounds import check_minimum
 from ..core.errors import TaskError
 from ..core.field_checks import check_arguments
 from ..core.key import Key
@@ -264,7 +264,7 @@ def add_lora(
             ``weight_norm``, or of integers), is lazy, or has LoRA factors already.
         ConfigError: if the rank is no whole number of at least 1.
     """
-    rank = check_rank(rank, "the rank of LoRA")
+    rank = check_minimum("add_lora.rank", rank, 1)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TaskError(f"{name} belongs to a lazy layer without a shape; run one forward pass first")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.errors import ConfigError
+from ..core.field_checks import check_value
 from ..core.key import Key
 from ..core.tree import tree, widen
 from ..linalg.factored import thin_svd
@@ -100,14 +101,9 @@ class Fold:
         Raises:
             ConfigError: if it is neither.
         """
-        given: Any = asked
-        is_number = not isinstance(given, bool) and isinstance(given, numbers.Real)
-        if is_number and asked >= 1 and float(asked).is_integer():
+        asked = check_rank_or_budget("rank", asked)
+        if asked >= 1:
             return int(asked) * self.times
-        if not is_number or not 0 < asked < 1:
-            raise ConfigError(
-                f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked!r}"
-            )
         # ρ itself is a rounded number, so a hair above counts as at the bound
         affordable = asked * math.prod(self.shape) / (sum(self.size) * self.times)
         return max(1, math.floor(affordable + 1e-9)) * self.times
@@ -319,3 +315,20 @@ class BatchNormAdaptor(OffsetAdaptor):
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var - self.running_var)
         return y
+
+
+def check_rank_or_budget(name: str, asked: Any) -> float:
+    """An integer rank ≥ 1, or a budget ρ in (0, 1); a ConfigError that begins with the name for anything else."""
+    number: float = check_value(name, float, asked)
+    if not 0 < number < 1 and not (number >= 1 and float(number).is_integer()):
+        raise ConfigError(
+            f"{name} must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; it is {number}"
+        )
+    return number
+
+
+def check_ranks_or_budgets(owner: str, rank: float, pattern: Mapping[str, float]) -> None:
+    """Check the arguments ``rank`` and ``rank_pattern`` of a constructor."""
+    check_rank_or_budget(f"{owner}.rank", rank)
+    for end, asked in pattern.items():
+        check_rank_or_budget(f"{owner}.rank_pattern[{end!r}]", asked)

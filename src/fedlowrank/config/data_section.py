@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 from ..core.switch import refuse_unread_field
 from ..data.bundled import Digits
-from ..data.checks import check_minimum
 from ..data.concept import Concept, NaturalClusters
 from ..data.dataset import Dataset, Normalization, normalize
 from ..data.shakespeare import Shakespeare

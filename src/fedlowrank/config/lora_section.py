@@ -10,7 +10,7 @@ import pydantic
 from torch import nn
 
 from ..adapters.lora_layers import add_lora
-from ..core.choices import check_rank
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
@@ -31,8 +31,10 @@ class LoraSettings(CheckedFields):
             and never wrapped.
     """
 
-    ranks: tuple[pydantic.StrictInt, ...] = ()
-    r: pydantic.StrictInt | None = None
+    section = "lora"
+
+    ranks: tuple[int, ...] = ()
+    r: int | None = None
     lora_alpha: float | None = None
     use_rslora: bool = False
     target_modules: tuple[str, ...] = ()
@@ -40,7 +42,7 @@ class LoraSettings(CheckedFields):
     def __post_init__(self) -> None:
         check_ranks(self.ranks)
         if self.r is not None:
-            check_rank(self.r, "lora.r")
+            check_minimum("lora.r", self.r, 1)
         if self.r is None and (self.lora_alpha is not None or self.use_rslora or self.target_modules):
             raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of layers: set lora.r")
 
@@ -74,7 +76,7 @@ class PeftSettings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
-    ranks: tuple[pydantic.StrictInt, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> PeftSettings:
@@ -84,8 +86,8 @@ class PeftSettings(pydantic.BaseModel):
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
     """Raise ConfigError where a rank is no whole number of at least 1."""
-    for rank in ranks:
-        check_rank(rank, "every rank of lora.ranks")
+    for place, rank in enumerate(ranks):
+        check_minimum(f"lora.ranks, value {place}", rank, 1)
 
 
 def broadcast_ranks(ranks: tuple[int, ...], clients: int) -> list[int | None]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..core.bounds import check_bounds
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 
@@ -27,6 +28,8 @@ class Limits(CheckedFields):
         ban_after: a client of whom so many replies were refused takes no further part; 0 for never.
     """
 
+    section = "limits"
+
     max_bytes: int | None = None
     update_ratio: float = 30.0
     max_norm: float | None = None
@@ -35,19 +38,12 @@ class Limits(CheckedFields):
     ban_after: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_examples"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"limits.{name} is a whole number >= 1, or left out; it is {value!r}")
-        norm = self.max_norm
-        if norm is not None and (type(norm) not in (int, float) or not 0 < norm < math.inf):
-            raise ConfigError(f"limits.max_norm is a number above 0, or left out; it is {norm!r}")
+        bounds = {"max_bytes": ">= 1", "max_norm": "> 0", "max_examples": ">= 1", "ban_after": ">= 0"}
+        check_bounds(self, bounds, "limits")
         for name in ("update_ratio", "examples_ratio"):
             ratio = getattr(self, name)
-            if type(ratio) not in (int, float) or not (ratio == 0 or 1 <= ratio < math.inf):
-                raise ConfigError(f"limits.{name} is a number >= 1, or 0 for no bound; it is {ratio!r}")
-        if type(self.ban_after) is not int or self.ban_after < 0:
-            raise ConfigError(f"limits.ban_after is a whole number >= 0 (never); it is {self.ban_after!r}")
+            if not (ratio == 0 or 1 <= ratio < math.inf):
+                raise ConfigError(f"limits: {name} must be >= 1, or 0 for no bound; it is {ratio}")
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,8 @@ class NetworkSettings(CheckedFields):
             begin anew.
         limits: what is taken from a client.
     """
+
+    section = "network"
 
     clients: int | None = None
     min_clients: int | None = None

@@ -179,6 +179,14 @@ def _resolve_hints(owner: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: found[name] for name in names if name in found}
 
 
+def check_value(name: str, hint: Any, value: Any) -> Any:
+    """The value as an annotation takes it; a ConfigError that begins with the name where it takes no such value."""
+    try:
+        return _fit(hint, value)
+    except _WrongValueError as error:
+        raise ConfigError(f"{name}{error}") from None
+
+
 def _check(owner: str, name: str, hint: Any, value: Any) -> Any:
     try:
         return _fit(hint, value)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from .choices import check_bounds
+from .bounds import check_bounds
 from .client_model import ClientModel
 from .contribution import Mean
 from .field_checks import CheckedFields
@@ -234,7 +234,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     title: ClassVar[str]
     citation: ClassVar[str] = ""
     bounds: ClassVar[Mapping[str, str]] = {}
-    """Of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.choices.check_bounds`."""
+    """Of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.bounds.check_bounds`."""
     heterogeneous: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .choices import check_rank
+from .bounds import check_minimum
 from .errors import TaskError
 from .key import Key
 from .model import Model
@@ -144,7 +144,7 @@ class ClientInfo:
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            object.__setattr__(self, "rank", check_rank(self.rank, f"client {self.id}: its rank"))
+            object.__setattr__(self, "rank", check_minimum(f"client {self.id}: its rank", self.rank, 1))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
 from ..core.switch import Switch, check_switch
-from .checks import check_minimum
 from .dataset import Inputs, Stored
 
 
@@ -37,13 +37,10 @@ class Augment(CheckedFields):
     fill: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.flip, bool):
-            raise ConfigError(f"augment.flip must be true or false, not {self.flip!r}.")
-        check_minimum("augment.crop", self.crop, 0)
-        is_number = isinstance(self.fill, int | float) and not isinstance(self.fill, bool)
-        if not is_number or not math.isfinite(self.fill):
-            raise ConfigError(f"augment.fill must be a finite number, not {self.fill!r}.")
-        check_switch(self, Switch("crop", {"fill": ()}), "augment")
+        check_minimum("Augment.crop", self.crop, 0)
+        if not math.isfinite(self.fill):
+            raise ConfigError(f"Augment.fill must be a finite number; it is {self.fill}")
+        check_switch(self, Switch("crop", {"fill": ()}), "Augment")
 
     @property
     def active(self) -> bool:

@@ -13,12 +13,6 @@ from torch import Tensor
 from ..core.errors import ConfigError, DataError
 
 
-def check_minimum(name: str, value: int, minimum: int) -> None:
-    """Reject a setting that is not an integer or is below the minimum, by a ConfigError that names it."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"{name} must be a whole number of at least {minimum}, not {value!r}.")
-
-
 def check_positive(name: str, value: float, *, zero: bool = False) -> None:
     """Reject a setting that is not a finite number above 0, or of at least 0 with ``zero``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

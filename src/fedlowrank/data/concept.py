@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
 from .augment import Augment
-from .checks import check_minimum
 from .dataset import ClientData, Examples
 from .partition import LabelGroups, Natural, Partition
 

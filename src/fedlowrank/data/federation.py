@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.bounds import check_minimum
 from ..core.errors import DataError, TaskError, warn_user
 from ..core.field_checks import check_arguments
 from ..core.key import Key
@@ -388,6 +389,9 @@ class Federation:
             every = list(architectures)
             architecture = [every[i % len(every)] for i in range(len(data))]
         ranks = [None] * len(data) if rank is None else list(rank)
+        for place, own in enumerate(ranks):
+            if own is not None:
+                check_minimum(f"Federation.from_arrays.rank, value {place}", own, 1)
         clusters = [None] * len(data) if cluster is None else list(cluster)
         if {len(architecture), len(ranks), len(clusters)} != {len(data)}:
             raise DataError(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
-from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import check_folder
 from .image_folders import FolderLayout, FoundImages, ImageFile, find_images

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.bounds import check_minimum
 from ..core.errors import DataError
 from ..core.field_checks import CheckedFields
 from ..core.text import decode_text
-from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import check_folder, expand_path
 

@@ -11,11 +11,12 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
-from .checks import check_labels, check_minimum, check_positive
+from .checks import check_labels, check_positive
 from .rank_skew import RankSkew
 
 # ruff: noqa: ARG002 - rules ignore the arguments that they do not need

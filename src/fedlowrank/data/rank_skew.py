@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
-from .checks import check_labels, check_minimum, check_positive
+from .checks import check_labels, check_positive
 
 # ruff: noqa: ARG002 - the rule ignores natural clients
 
@@ -100,8 +101,8 @@ def client_ranks(ranks: Sequence[int], clients: int) -> list[int]:
     """Rank of each client: client k has ``ranks[floor(k·len(ranks)/clients)]``."""
     if not ranks:
         raise ConfigError("partition.ranks must name at least one rank.")
-    for rank in ranks:
-        check_minimum("every rank of partition.ranks", rank, 1)
+    for place, rank in enumerate(ranks):
+        check_minimum(f"partition.ranks, value {place}", rank, 1)
     if len(ranks) > clients:
         raise ConfigError(f"partition.ranks names {len(ranks)} ranks for {clients} clients; name fewer.")
     return [ranks[k * len(ranks) // clients] for k in range(clients)]

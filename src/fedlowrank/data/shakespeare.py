@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..core.bounds import check_minimum
 from ..core.errors import DataError
 from ..core.field_checks import CheckedFields
-from .checks import check_minimum
 from .dataset import Dataset, Examples
 from .files import expand_path
 from .leaf import read_leaf

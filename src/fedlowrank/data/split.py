@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
 from .apportion import IntArray, largest_remainder
-from .checks import check_minimum
 from .dataset import Dataset
 
 

@@ -18,10 +18,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
-from .checks import check_minimum, check_positive
+from .checks import check_positive
 from .dataset import Dataset, Examples
 
 Target: TypeAlias = Callable[[Tensor, int], Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..adapters.adapted_layers import is_gaussian_initial
-from ..core.choices import check_rank
+from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, did_you_mean
 from .optional import import_library
 
@@ -69,7 +69,7 @@ def lora_config(fields: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"lora: {error}") from error
     number = (int, float)
-    made.r = check_rank(made.r, "lora.r")
+    made.r = check_minimum("lora.r", made.r, 1)
     if not isinstance(made.lora_alpha, number) or not 0 < made.lora_alpha < math.inf:
         raise ConfigError(f"lora: lora_alpha must be above 0; it is {made.lora_alpha!r}")
     if not isinstance(made.lora_dropout, number) or not 0 <= made.lora_dropout < 1:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..adapters.adapted_parameters import KINDS, Kind, warn_adapted_ranks
 from ..adapters.budget import adaptor_warnings
-from ..adapters.mixture import EPS, Construction, Factor
+from ..adapters.mixture import EPS, Construction, Factor, check_ranks_or_budgets
 from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights
 from ..adapters.router import Router
 from ..core.client_model import ClientModel
@@ -109,6 +109,10 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
     title = "FLoRAL"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
     bounds = {"initial_scale": "> 0", "eps": "> 0"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranks_or_budgets(type(self).__name__, self.rank, self.rank_pattern)
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..adapters.adapted_parameters import KINDS, Kind, warn_adapted_ranks
 from ..adapters.budget import adaptor_warnings
-from ..adapters.mixture import EPS, Construction
+from ..adapters.mixture import EPS, Construction, check_ranks_or_budgets
 from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
@@ -54,6 +54,10 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     title = "Local Adaptor"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
     bounds = {"eps": "> 0"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranks_or_budgets(type(self).__name__, self.rank, self.rank_pattern)
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""

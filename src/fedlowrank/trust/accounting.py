@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..core.choices import check_bounds
+from ..core.bounds import check_bounds
 from ..core.errors import ConfigError, did_you_mean
 from ..core.field_checks import CheckedFields
 

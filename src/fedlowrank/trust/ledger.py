@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..core.choices import check_bounds
+from ..core.bounds import check_bounds
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, sync_folder
 from .accounting import Accountant, Sampling, composed_epsilon, local_epsilon

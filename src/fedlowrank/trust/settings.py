@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..core.choices import check_bounds
+from ..core.bounds import check_bounds
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 from ..core.switch import Switch, check_switch

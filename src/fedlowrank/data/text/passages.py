@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...core.bounds import check_minimum
 from ...core.errors import DataError
 from ...core.field_checks import CheckedFields
-from ..checks import check_minimum
 from ..files import expand_path
 from .records import Instruction, Texts, check_columns, check_share
 from .table import read_file, read_text

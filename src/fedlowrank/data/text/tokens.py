@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.bounds import check_minimum
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.loss import IGNORE_INDEX
 from ..arrays import encode_labels
-from ..checks import check_minimum
 from ..dataset import Dataset, Examples
 from .formats import Format, render
 from .packing import Sample, pack_sequences

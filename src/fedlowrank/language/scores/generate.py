@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...core.choices import check_bounds
+from ...core.bounds import check_bounds
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.field_checks import CheckedFields
 from ...core.key import Key

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ...core.choices import check_bounds
+from ...core.bounds import check_bounds
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.field_checks import CheckedFields
 from ...data.text.table import read_file

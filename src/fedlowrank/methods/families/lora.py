@@ -17,7 +17,7 @@ from torch import Tensor
 from ...adapters.lora import LoRA, lora_of, parameters_beside_factors
 from ...adapters.rank_limits import describe_lowered_ranks
 from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors, unpack_factors
-from ...core.choices import check_rank
+from ...core.bounds import check_minimum
 from ...core.errors import LoweredRankWarning, TaskError, warn_user
 from ...core.field_checks import CheckedFields
 from ...core.loss import task_loss
@@ -79,13 +79,15 @@ class Tuning(CheckedFields):
         wire: the form in which factors travel: float32 (as they are), bfloat16 or int8.
     """
 
+    section = "tuning"
+
     rank: int = 8
     scaling: Literal["equal", "alpha"] = "equal"
     head: Literal["shared", "personal", "frozen"] = "shared"
     wire: Wire = "float32"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", check_rank(self.rank, "tuning.rank"))
+        object.__setattr__(self, "rank", check_minimum("tuning.rank", self.rank, 1))
 
     def rank_of(self, client: ClientInfo, largest: int) -> int:
         """Rank of a client's factors.

@@ -1,31 +1,33 @@
-"""Settings that are numbers within bounds, which are written as ``">= 0 and < 1"``."""
+"""Bounds of settings that are numbers: a least whole number, or a bound written as ``">= 0 and < 1"``."""
 
 from __future__ import annotations
 
 import functools
 import math
-import numbers
 import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import ConfigError
+from .field_checks import check_value
 
 
-def check_rank(rank: Any, name: str) -> int:
-    """A rank as an int.
+def check_minimum(name: str, value: Any, minimum: int) -> int:
+    """A whole number of at least a minimum, as an int.
 
     Args:
-        rank: a whole number of at least 1, of Python or numpy; no bool.
         name: of the setting, for the message.
+        value: of Python or numpy; no bool. A float without a fractional part is taken, as from a file.
+        minimum: that is accepted.
 
     Raises:
-        ConfigError: if it is something else.
+        ConfigError: if it is something else; of another type in the words of the checks of fields.
     """
-    if not isinstance(rank, bool) and isinstance(rank, numbers.Integral) and int(rank) >= 1:
-        return int(rank)
-    raise ConfigError(f"{name} must be a whole number of at least 1; it is {rank!r}")
+    number: int = check_value(name, int, value)
+    if number < minimum:
+        raise ConfigError(f"{name} must be a whole number of at least {minimum}; it is {number}")
+    return number
 
 
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
