@@ -200,7 +200,9 @@ def test_refusals() -> None:
     ):
         with pytest.raises(TaskError, match=match):
             find_adapted_parameters(nn.Linear(2, 2), 1, **options)
-    wrong: list[tuple[dict[str, Any], str]] = [({"rank": r}, f"not {r}") for r in (0, -3, 1.5)]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"rank": r}, f"^rank must be an integer >= 1, .*; it is {r}$") for r in (0, -3, 1.5)
+    ]
     wrong += [({"kinds": ("liner",)}, "Did you mean 'linear'"), ({"construction": "balance"}, "'balanced'")]
     for options, match in wrong:
         # the rank is checked even if only offsets are adapted

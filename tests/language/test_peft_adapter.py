@@ -12,7 +12,7 @@ from torch.func import functional_call
 from fedlowrank.adapters.lora import find_lora
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base import Base, load_base
+from fedlowrank.language.base import LanguageBase, load_base
 from fedlowrank.language.peft_adapter import attach_adapter, initial_factors
 from fedlowrank.language.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair
@@ -165,7 +165,7 @@ def test_dropout_acts_in_training_on_the_adapter_alone():
 
 
 def test_the_head_is_trained_whole_and_never_adapted(bert):
-    loaded = load_base(Base(str(bert), "classification"), ("a", "b", "c"), KEY)
+    loaded = load_base(LanguageBase(str(bert), "classification"), ("a", "b", "c"), KEY)
     linear = {
         n.removesuffix(".weight")
         for n, t in loaded.model.state_dict().items()
@@ -184,7 +184,7 @@ def test_the_head_is_trained_whole_and_never_adapted(bert):
 
 
 def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
-    loaded = load_base(Base(str(bert), "classification"), ("a", "b"), KEY)
+    loaded = load_base(LanguageBase(str(bert), "classification"), ("a", "b"), KEY)
     fields = {"r": 2, "target_modules": ["dense"], "exclude_modules": ["intermediate.dense"]}
     model = attach_adapter(loaded.model, lora_config(fields), KEY, ("classifier", "bert.pooler.dense"))
     assert sorted(n.rpartition("layer.")[2] for n in layers(model)) == [
@@ -197,17 +197,19 @@ def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
 def test_the_usual_target_modules_and_regular_expressions(llama):
     for target, count in ((None, 4), (r".*layers\.1\..*(q|v)_proj", 2), ("all-linear", 14)):
         model = attach_adapter(
-            load_base(Base(str(llama)), (), KEY).model, lora_config({"r": 2, "target_modules": target}), KEY
+            load_base(LanguageBase(str(llama)), (), KEY).model,
+            lora_config({"r": 2, "target_modules": target}),
+            KEY,
         )
         assert len(layers(model)) == count
     fields = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]}
-    model = attach_adapter(load_base(Base(str(llama)), (), KEY).model, lora_config(fields), KEY)
+    model = attach_adapter(load_base(LanguageBase(str(llama)), (), KEY).model, lora_config(fields), KEY)
     assert list(layers(model)) == ["model.layers.1.self_attn.v_proj"]
     assert type(model).__name__ == "PeftModelForCausalLM"
 
 
 def test_target_modules_that_match_nothing_list_what_there_is(bert):
-    loaded = load_base(Base(str(bert), "classification"), ("a", "b"), KEY)
+    loaded = load_base(LanguageBase(str(bert), "classification"), ("a", "b"), KEY)
     # several of the names match nothing; a name that matches only the head is not to be adapted
     for target, words in (
         (["query", "q_proj"], "'q_proj'.*dense x 7, key x 2, .*query x 2, .*value x 2, word_embeddings x 1"),
@@ -257,7 +259,7 @@ def test_models_that_cannot_get_a_slot():
 
 
 def test_a_half_precision_base_has_factors_in_full_precision(llama):
-    base = load_base(Base(str(llama), dtype="bfloat16"), (), KEY).model
+    base = load_base(LanguageBase(str(llama), dtype="bfloat16"), (), KEY).model
     model = attach_adapter(base, lora_config({"r": 2, "target_modules": ["v_proj"]}), KEY)
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
     ids = torch.arange(5)[None]
@@ -296,8 +298,11 @@ def test_what_changes_the_base_or_the_algebra_is_refused_by_name():
     [
         ({"alpha": 2}, "no setting 'alpha'"),
         ({"lora_alfa": 2}, "Did you mean 'lora_alpha'"),
-        ({"r": 0}, "r must"),
-        ({"r": 2.5}, "r must"),
+        ({"r": 0}, r"^lora\.r must be a whole number of at least 1; it is 0$"),
+        (
+            {"r": 2.5},
+            r"^lora\.r: input should be a valid integer, got a number with a fractional part; it is 2\.5$",
+        ),
         ({"lora_alpha": 0}, "lora_alpha must"),
         ({"lora_alpha": "8"}, "lora_alpha must"),
         ({"lora_dropout": 1.0}, "lora_dropout must"),

@@ -82,7 +82,7 @@ def find_adapted_parameters(
             linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
             is a normalization.
         rank: an integer, lowered where it is above what a weight can have; or a budget ρ in (0, 1), see
-            :meth:`Fold.rank`.
+            :meth:`.mixture.Fold.rank`.
         construction: of convolutions.
         kinds: what is adapted.
         include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
