@@ -47,7 +47,7 @@ from fedlowrank.network.flower import (
     simulation,
     to_records,
 )
-from fedlowrank.network.transport import Exchange, Message
+from fedlowrank.network.transport import Exchange, NodeMessage
 from fedlowrank.simulation.records import read_lines
 from fedlowrank.simulation.simulate import simulate
 
@@ -73,7 +73,7 @@ def waves(grid: Grid, nodes: int, rounds: int) -> list[float]:
     while len(carrier.nodes()) < nodes:
         time.sleep(0.1)
     for t in range(rounds):
-        messages = [Message(n, "order", "{}", bytes(SIZE)) for n in sorted(carrier.nodes())]
+        messages = [NodeMessage(n, "order", "{}", bytes(SIZE)) for n in sorted(carrier.nodes())]
         start = time.perf_counter()
         replies = list(Exchange(carrier, 300.0).replies(messages, str(t), 300.0))
         found.append(time.perf_counter() - start)

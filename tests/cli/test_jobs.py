@@ -68,9 +68,9 @@ def test_a_killed_worker_and_an_error_are_reported_and_the_others_go_on(
     (Path() / "own.py").write_text(OWN)
     made = ExperimentConfig.read(Path(write(Path())), ["run.rounds=50", "run.checkpoint_every=1"])
     runs = plan_runs(made, ["fedavg", "own:Fails", "standalone"], [0], (), Path("out"))
-    run, killed = parallel.Worker.run, []
+    run, killed = parallel.RunWorker.run, []
 
-    def watched(worker: parallel.Worker, one: object, force: bool, on_event: object) -> Outcome:
+    def watched(worker: parallel.RunWorker, one: object, force: bool, on_event: object) -> Outcome:
         def kill(event: Event) -> None:
             if one is runs[0] and event.get("round") == 3:
                 killed.append(worker.process.pid)
@@ -78,7 +78,7 @@ def test_a_killed_worker_and_an_error_are_reported_and_the_others_go_on(
 
         return run(worker, one, force, kill)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(parallel.Worker, "run", watched)
+    monkeypatch.setattr(parallel.RunWorker, "run", watched)
     outcomes = run_parallel(runs, 2, force=False)
     assert len(killed) == 1
     assert [outcome.state for outcome in outcomes] == ["failed", "failed", "finished"]
@@ -100,9 +100,9 @@ def test_an_interrupt_stops_all_workers_and_leaves_resumable_folders(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (Path() / "own.py").write_text(OWN)
-    run, begun = parallel.Worker.run, set()
+    run, begun = parallel.RunWorker.run, set()
 
-    def watched(worker: parallel.Worker, one: PlannedRun, force: bool, on_event: object) -> Outcome:
+    def watched(worker: parallel.RunWorker, one: PlannedRun, force: bool, on_event: object) -> Outcome:
         def interrupt(event: Event) -> None:
             if event.get("round") == 2:
                 begun.add(one.folder)
@@ -111,7 +111,7 @@ def test_an_interrupt_stops_all_workers_and_leaves_resumable_folders(
 
         return run(worker, one, force, interrupt)
 
-    monkeypatch.setattr(parallel.Worker, "run", watched)
+    monkeypatch.setattr(parallel.RunWorker, "run", watched)
     arguments = ["--methods", "own:Slow", "--seeds", "0,1,2", "--jobs", "2"]
     assert main(["compare", write(Path()), "run.rounds=2000", *arguments]) == 130
     said = capsys.readouterr().err

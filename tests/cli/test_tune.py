@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.tuning import Score, Setting, choose, find_edges, plan_tuning, score_run
+from fedlowrank.config.tuning import Setting, ValidationScore, choose, find_edges, plan_tuning, score_run
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
@@ -85,7 +85,7 @@ def test_a_regression_is_scored_by_its_loss_and_what_is_not_finite_has_no_score(
 
 
 def setting(lr: float, *values: float | None, loss: bool = False) -> Setting:
-    scores = tuple(None if v is None else Score(v, 1, loss) for v in values)
+    scores = tuple(None if v is None else ValidationScore(v, 1, loss) for v in values)
     return Setting("fedavg", {"optimizer.lr": lr}, (), scores)
 
 

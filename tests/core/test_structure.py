@@ -85,6 +85,43 @@ def test_a_circle_of_files_is_found() -> None:
     assert sorted(set(find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) or ())) == ["b", "c"]
 
 
+# what a method calls its own state and messages by their role in the contract, each in its file
+ROLES = {"Client", "Download", "Joint", "Own", "Server", "Upload"}
+
+
+def repeated_names(classes: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Classes of one name in several files, given the names by file; roles may recur among methods."""
+    files: dict[str, list[str]] = {}
+    for path, names in classes.items():
+        for name in names:
+            is_role = name in ROLES and (path.startswith("methods/") or path == "trust/protection.py")
+            if not is_role:
+                files.setdefault(name, []).append(path)
+    return {name: found for name, found in files.items() if len(found) > 1}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = {
+        path.relative_to(SOURCE).as_posix(): [
+            node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+        ]
+        for path in FILES
+    }
+    assert "MaskingPlan" in classes["trust/secure_sums.py"]
+    assert repeated_names(classes) == {}
+
+
+def test_two_classes_of_one_name_are_found() -> None:
+    classes = {
+        "a.py": ["Plan", "Server"],
+        "b.py": ["Other", "Plan"],
+        "methods/c.py": ["Server"],
+        "methods/d.py": ["Server"],
+    }
+    assert repeated_names(classes) == {"Plan": ["a.py", "b.py"]}
+    assert repeated_names({**classes, "b.py": ["Server"]}) == {"Server": ["a.py", "b.py"]}
+
+
 def test_the_root_holds_no_loose_files() -> None:
     assert {p.name for p in SOURCE.iterdir() if p.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
 

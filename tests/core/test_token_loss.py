@@ -28,7 +28,7 @@ from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.scoring import Pool, measure
+from fedlowrank.simulation.scoring import ScoringPool, measure
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.local_data import LocalData, chunk_size, gather
 
@@ -172,7 +172,7 @@ def test_accuracy_and_risk_against_numpy(n: int) -> None:
         assert chunk_size(examples) == 4096 // 24
     with torch.no_grad():
         risk, accuracy = by_hand(model(**examples.x).numpy(), examples.y.numpy())
-        found = measure(lambda x: model(**x), Pool([examples, widened(examples, 13)]))
+        found = measure(lambda x: model(**x), ScoringPool([examples, widened(examples, 13)]))
     assert found.risk == pytest.approx([risk, risk], abs=1e-12)
     assert found.accuracy == pytest.approx([accuracy, accuracy], abs=1e-15)
     # a mean over texts would be another number

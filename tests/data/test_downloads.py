@@ -18,7 +18,7 @@ import pytest
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import DataError
 from fedlowrank.data import downloads
-from fedlowrank.data.downloads import DOWNLOADS, Download
+from fedlowrank.data.downloads import DOWNLOADS, DataDownload
 from fedlowrank.data.remote_files import RemoteFile, fetch
 
 CONTENT = bytes(range(256)) * 1000
@@ -147,7 +147,7 @@ def test_missing_files_and_hosts(server: Server, tmp_path: Path) -> None:
 def test_the_command(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = Download(
+    row = DataDownload(
         "three words", (RemoteFile(server.url(), f"md5:{MD5}"),), "MIT", 'path = "{folder}"', "1 MB"
     )
     monkeypatch.setattr(downloads, "DOWNLOADS", {"toy": row})

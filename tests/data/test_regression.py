@@ -20,10 +20,10 @@ from fedlowrank.data.clients import make_clients, subsample_training
 from fedlowrank.data.dataset import normalize, subset
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
 from fedlowrank.data.partition import Iid, Natural
-from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
+from fedlowrank.data.split import LocalSplit, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.data.synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.scoring import Pool, measure
+from fedlowrank.simulation.scoring import ScoringPool, measure
 
 from .making import numbered
 
@@ -37,12 +37,12 @@ REAL = numbered(40, 20, 0, torch.arange(40) % 4, torch.arange(20) % 4)
 @pytest.mark.parametrize(
     ("partition", "split"),
     [
-        (Iid(4), Local()),
-        (Iid(4), Local(pool="all")),
+        (Iid(4), LocalSplit()),
+        (Iid(4), LocalSplit(pool="all")),
         (Iid(4), WholeTest()),
         (Iid(4), TestShare()),
         (Natural(), OwnTest(0.0)),
-        (Natural(), Local(pool="all")),
+        (Natural(), LocalSplit(pool="all")),
     ],
 )
 def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) -> None:
@@ -55,7 +55,7 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
             assert torch.equal(part.y, part.x * torch.tensor([1.0, 2.0]))
     train = sorted(x for c in clients for part in (c.train, c.val) for x in part.x[:, 0].tolist())
     assert len(set(train)) == len(train)
-    if not isinstance(split, Local):
+    if not isinstance(split, LocalSplit):
         assert train == list(range(40))
     if isinstance(split, TestShare | OwnTest):
         assert sorted(x for c in clients for x in c.test.x[:, 0].tolist()) == list(range(10_000, 10_020))
@@ -160,7 +160,7 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
         found = result.personal(k)
         assert np.allclose(found["weight"].numpy(), after, atol=1e-5)
         model = made.architectures["model"]
-        score = measure(lambda rows, p=found, m=model: m.apply(p, rows), Pool([made.clients[k].test]))
+        score = measure(lambda rows, p=found, m=model: m.apply(p, rows), ScoringPool([made.clients[k].test]))
         assert score.accuracy == [None]
         assert score.risk[0] == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
 

@@ -8,7 +8,7 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.clients import make_clients, subsample_training
 from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
-from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, TestShare, WholeTest
+from fedlowrank.data.split import SPLITS, LocalSplit, Matched, OwnTest, TestShare, WholeTest
 
 from .making import numbered
 
@@ -36,7 +36,7 @@ class FixedPartition:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(3, 60), st.integers(0, 1000))
 def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
-    (client,) = make_clients(numbered(n, 0), Iid(1), Local(), Key((seed,)))
+    (client,) = make_clients(numbered(n, 0), Iid(1), LocalSplit(), Key((seed,)))
     assert sorted(everything(client)) == list(range(n))
     assert abs(len(client.train) - 0.8 * n) < 2
     for part in (client.val, client.test):
@@ -51,13 +51,13 @@ def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
     ("n", "shares", "sizes"), [(5, (0.8, 0.1, 0.1), (3, 1, 1)), (2, (0.9, 0.0, 0.1), (1, 0, 1))]
 )
 def test_local_takes_from_the_largest_part_for_an_empty_one(n, shares, sizes):
-    (c,) = make_clients(numbered(n, 0), Iid(1), Local(*shares), KEY)
+    (c,) = make_clients(numbered(n, 0), Iid(1), LocalSplit(*shares), KEY)
     assert (len(c.train), len(c.val), len(c.test)) == sizes
 
 
 def test_pool_all_shares_out_the_official_test_part_too():
-    alone = make_clients(numbered(), Iid(4), Local(), KEY)
-    both = make_clients(numbered(), Iid(4), Local(pool="all"), KEY)
+    alone = make_clients(numbered(), Iid(4), LocalSplit(), KEY)
+    both = make_clients(numbered(), Iid(4), LocalSplit(pool="all"), KEY)
     assert sorted(i for c in alone for i in everything(c)) == list(range(400))
     assert sorted(i for c in both for i in everything(c)) == [*range(400), *range(10_000, 10_200)]
     for c in both:
@@ -167,7 +167,7 @@ def test_test_share_refuses_partitions_that_draw_mixtures():
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0.01, 1), st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
 def test_subsampling_keeps_a_share_of_the_training_examples_and_all_others(share, least, clients, seed):
-    before = make_clients(numbered(), Iid(clients), Local(), Key((seed,)))
+    before = make_clients(numbered(), Iid(clients), LocalSplit(), Key((seed,)))
     after = subsample_training(before, share, least, Key((seed,)))
     for old, new in zip(before, after, strict=True):
         n = len(old.train)
@@ -183,7 +183,7 @@ def test_subsampling_keeps_a_share_of_the_training_examples_and_all_others(share
 
 
 def test_each_client_is_subsampled_with_a_key_of_its_own():
-    (one,) = make_clients(numbered(), Iid(1), Local(), KEY)
+    (one,) = make_clients(numbered(), Iid(1), LocalSplit(), KEY)
     kept = [ids(c.train) for c in subsample_training([one] * 3, 0.1, 1, KEY)]
     assert len({tuple(k) for k in kept}) == 3
     # a client more or less changes nothing for the others
@@ -192,21 +192,21 @@ def test_each_client_is_subsampled_with_a_key_of_its_own():
 
 def test_natural_clients_with_the_parts_together():
     data = numbered(natural=torch.arange(400) % 5, natural_test=torch.arange(200) % 5)
-    for i, c in enumerate(make_clients(data, Natural(), Local(pool="all"), KEY)):
+    for i, c in enumerate(make_clients(data, Natural(), LocalSplit(pool="all"), KEY)):
         assert {n % 5 for n in everything(c)} == {i}
         assert len(everything(c)) == 120
     with pytest.raises(DataError, match="no natural clients"):
-        make_clients(numbered(natural=torch.arange(400) % 5), Natural(), Local(pool="all"), KEY)
+        make_clients(numbered(natural=torch.arange(400) % 5), Natural(), LocalSplit(pool="all"), KEY)
 
 
 def test_clients_with_too_little_are_named():
-    first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), Local(), KEY)
+    first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), LocalSplit(), KEY)
     assert first.notes == ("client 0: a single class, 'a'",)
     assert second.notes == ()
     with pytest.raises(DataError, match="client 1 has 2 examples, too few for one in each of 3 parts"):
-        make_clients(numbered(), FixedPartition(range(10), [11, 12]), Local(), KEY)
+        make_clients(numbered(), FixedPartition(range(10), [11, 12]), LocalSplit(), KEY)
     with pytest.raises(DataError, match="client 1 has no examples"):
-        make_clients(numbered(), FixedPartition(range(10), []), Local(), KEY)
+        make_clients(numbered(), FixedPartition(range(10), []), LocalSplit(), KEY)
     for split in (Matched(), WholeTest()):
         with pytest.raises(DataError, match="client 0 has 1 examples, too few for two parts"):
             make_clients(numbered(), FixedPartition([0]), split, KEY)
@@ -223,9 +223,9 @@ def test_splits_that_need_a_test_part_say_so():
 def test_settings_are_checked():
     for wrong in ((0.9, 0.1, 0.1), (0.0, 0.9, 0.1), (1.1, -0.2, 0.1), (0.9, 0.1, 0.0)):
         with pytest.raises(ConfigError, match="train, val, test"):
-            Local(*wrong)
+            LocalSplit(*wrong)
     with pytest.raises(ConfigError, match="pool"):
-        Local(pool="test")
+        LocalSplit(pool="test")
     for kind in (Matched, WholeTest, OwnTest, TestShare):
         for val in (-0.1, 1.0, float("nan")):
             with pytest.raises(ConfigError, match=r"split\.val"):

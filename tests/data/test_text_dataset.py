@@ -15,7 +15,7 @@ from fedlowrank.data.clients import make_clients
 from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
 from fedlowrank.data.partition import Dirichlet, Iid, Natural, Pathological
 from fedlowrank.data.rank_skew import RankSkew
-from fedlowrank.data.split import Local, Pool, WholeTest
+from fedlowrank.data.split import LocalSplit, Pool, WholeTest
 
 KEY = Key((0,))
 
@@ -73,7 +73,8 @@ def test_partitions_see_strata_else_nothing_to_go_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "split"), [(Iid(4), WholeTest(0.0)), (Iid(4), Local(pool="all")), (Natural(), Local())]
+    ("partition", "split"),
+    [(Iid(4), WholeTest(0.0)), (Iid(4), LocalSplit(pool="all")), (Natural(), LocalSplit())],
 )
 def test_texts_without_categories_are_divided(partition: Any, split: Any) -> None:
     clients = make_clients(plain(natural=torch.arange(40) % 4), partition, split, KEY)
@@ -102,4 +103,4 @@ def test_texts_are_divided_by_categories(partition: Any) -> None:
 
 def test_texts_without_categories_are_not_divided_by_labels() -> None:
     with pytest.raises(DataError, match="needs class labels"):
-        make_clients(plain(), Dirichlet(4), Local(), KEY)
+        make_clients(plain(), Dirichlet(4), LocalSplit(), KEY)

@@ -66,15 +66,15 @@ def test_work_is_done_by_as_many_processes_as_cores_and_the_longest_is_begun_fir
     assert all(c > 0 for c in engine.costs.values())
     engine.costs = {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}
     asked: list[int] = []
-    ask = processes.Worker.ask
+    ask = processes.ForkedWorker.ask
     seen: set[int] = set()
 
-    def noted(self: processes.Worker, words: dict[str, Any], bodies: Any) -> None:
+    def noted(self: processes.ForkedWorker, words: dict[str, Any], bodies: Any) -> None:
         asked.append(words["client"])
         seen.add(self.process.pid or 0)
         ask(self, words, bodies)
 
-    monkeypatch.setattr(processes.Worker, "ask", noted)
+    monkeypatch.setattr(processes.ForkedWorker, "ask", noted)
     infos = run.federation.infos
     jobs = [ClientJob(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
     outcomes = list(engine.run(run.method, run.federation, run.task, 1, jobs))

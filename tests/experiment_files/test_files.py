@@ -14,7 +14,7 @@ from fedlowrank.config.merging import parse_value, read_tables
 from fedlowrank.core.user_code import import_named
 from fedlowrank.data.partition import Pathological
 from fedlowrank.data.sources import SOURCES
-from fedlowrank.data.split import Local
+from fedlowrank.data.split import LocalSplit
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.simulation.simulate import simulate
@@ -118,7 +118,7 @@ def test_tables_follow_the_protocol_of_the_paper(stem: str, small: bool) -> None
     assert made.partition == Pathological(clients, {"cifar10": 2, "cifar100": 10}[data])
     assert made.run.participation == participation
     assert isinstance(made.data.source, SOURCES[data])
-    assert isinstance(made.split, Local)
+    assert isinstance(made.split, LocalSplit)
     assert set(ORDER) <= set(made.compared_methods)
     pfedlora: Any = made.build_method("pfedlora")
     fedproto: Any = made.build_method("fedproto")

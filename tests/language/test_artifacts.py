@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.artifacts import merge_update, save_model, write_adapter
-from fedlowrank.language.base import Base, load_base
+from fedlowrank.language.base import LanguageBase, load_base
 from fedlowrank.language.peft_adapter import attach_adapter
 from fedlowrank.language.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair
@@ -35,7 +35,7 @@ MODELS = {
 
 def live(folder, stable=False, task="causal", targets=None):
     """A model with a slot, random factors of another rank than the slot's, their scale, and the scores they give."""
-    loaded = load_base(Base(str(folder), task), CLASSES if task == "classification" else (), KEY)
+    loaded = load_base(LanguageBase(str(folder), task), CLASSES if task == "classification" else (), KEY)
     config = lora_config({"r": 4, "lora_alpha": 8, "use_rslora": stable, "target_modules": targets})
     model = attach_adapter(loaded.model, config, KEY, loaded.head)
     factors, scale = random_factors(layers(model), 3), 0.2
@@ -87,7 +87,7 @@ def test_peft_loads_a_classifier_with_its_head(bert, tmp_path):
 
 def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
     folder = tmp_path / "base"
-    load_base(Base(str(bert), "classification"), CLASSES, KEY).model.bert.save_pretrained(folder)
+    load_base(LanguageBase(str(bert), "classification"), CLASSES, KEY).model.bert.save_pretrained(folder)
     AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     save_file(
@@ -105,7 +105,7 @@ def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
 
 
 def test_a_frozen_head_of_the_files_needs_not_travel(bert, tmp_path):
-    first = load_base(Base(str(bert), "classification"), CLASSES, KEY)
+    first = load_base(LanguageBase(str(bert), "classification"), CLASSES, KEY)
     first.model.save_pretrained(tmp_path / "base")
     first.tokenizer.save_pretrained(tmp_path / "base")
     base = tmp_path / "base"
@@ -142,7 +142,7 @@ def test_the_files_are_those_that_peft_writes(llama, tmp_path):
 
 
 def test_the_revision_is_kept_and_a_regular_expression_too(llama, tmp_path):
-    loaded = load_base(Base(str(llama)), (), KEY)
+    loaded = load_base(LanguageBase(str(llama)), (), KEY)
     config = lora_config({"r": 2, "target_modules": r".*\.v_proj", "revision": "v1.0"})
     model = attach_adapter(loaded.model, config, KEY)
     write(tmp_path, model, random_factors(layers(model), 2), 1.0)
@@ -206,7 +206,7 @@ def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_pa
 
 
 def test_a_delta_is_added_in_full_precision(llama):
-    base = load_base(Base(str(llama), dtype="bfloat16"), (), KEY).model
+    base = load_base(LanguageBase(str(llama), dtype="bfloat16"), (), KEY).model
     name = "model.layers.0.self_attn.v_proj"
     weight = base.get_submodule(name).weight.detach().clone()
     model = attach_adapter(base, lora_config({"r": 1, "target_modules": ["v_proj"]}), KEY)
@@ -220,7 +220,7 @@ def test_a_delta_is_added_in_full_precision(llama):
 
 
 def test_what_cannot_be_merged_is_said(llama):
-    base = load_base(Base(str(llama)), (), KEY).model
+    base = load_base(LanguageBase(str(llama)), (), KEY).model
     base.lm_head.weight = base.model.embed_tokens.weight
     with warnings.catch_warnings():
         # PEFT warns of tied layers, too

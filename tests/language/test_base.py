@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base import Base, digest_weights, load_base
+from fedlowrank.language.base import LanguageBase, digest_weights, load_base
 from fedlowrank.language.tiny import build_tiny
 
 from .conftest import TEXTS
@@ -26,7 +26,7 @@ def copied(folder, tmp_path):
 
 
 def test_a_tiny_llama_is_what_its_files_say(llama):
-    loaded = load_base(Base(str(llama)), (), KEY)
+    loaded = load_base(LanguageBase(str(llama)), (), KEY)
     stored = load_file(llama / "model.safetensors")
     state = loaded.model.state_dict()
     assert type(loaded.model).__name__ == "LlamaForCausalLM"
@@ -38,7 +38,9 @@ def test_a_tiny_llama_is_what_its_files_say(llama):
 
 
 def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
-    made = {kind: load_base(Base(str(llama), attention=kind), (), KEY).model for kind in ("eager", "sdpa")}
+    made = {
+        kind: load_base(LanguageBase(str(llama), attention=kind), (), KEY).model for kind in ("eager", "sdpa")
+    }
     x = torch.randint(0, 40, (3, 11), generator=KEY.generator())
     assert {kind: m.config._attn_implementation for kind, m in made.items()} == {
         "eager": "eager",
@@ -48,7 +50,7 @@ def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
 
 
 def test_the_digest_is_a_hash_of_all_weights(llama):
-    loaded = load_base(Base(str(llama)), (), KEY)
+    loaded = load_base(LanguageBase(str(llama)), (), KEY)
     made = hashlib.blake2b(digest_size=16)
     for name, t in sorted(load_file(llama / "model.safetensors").items()):
         made.update(f"{name}|{t.dtype}|{list(t.shape)}|".encode() + t.numpy().tobytes())
@@ -57,7 +59,7 @@ def test_the_digest_is_a_hash_of_all_weights(llama):
 
 def test_the_dtype_is_part_of_the_digest_and_names_and_shapes_are(llama):
     whole, half, auto = (
-        load_base(Base(str(llama), dtype=d), (), KEY) for d in ("float32", "bfloat16", "auto")
+        load_base(LanguageBase(str(llama), dtype=d), (), KEY) for d in ("float32", "bfloat16", "auto")
     )
     assert half.model.dtype == torch.bfloat16
     assert auto.digest == whole.digest != half.digest
@@ -69,7 +71,7 @@ def test_the_dtype_is_part_of_the_digest_and_names_and_shapes_are(llama):
 
 def test_a_new_head_comes_from_the_key_alone(bert):
     before = torch.random.get_rng_state()
-    base = Base(str(bert), "classification")
+    base = LanguageBase(str(bert), "classification")
     a, b, c = (load_base(base, CLASSES, key) for key in (KEY, KEY, Key((8,))))
     assert torch.equal(before, torch.random.get_rng_state())
     assert a.model.classifier.weight.shape == (3, 32)
@@ -82,7 +84,7 @@ def test_a_new_head_comes_from_the_key_alone(bert):
 
 
 def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(llama):
-    loaded = load_base(Base(str(llama), "classification"), CLASSES, KEY)
+    loaded = load_base(LanguageBase(str(llama), "classification"), CLASSES, KEY)
     assert loaded.head == ("score",)
     tok = loaded.tokenizer
     with torch.inference_mode():
@@ -92,10 +94,10 @@ def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(llama):
 
 
 def test_the_head_of_the_files_is_kept_where_it_fits_and_replaced_where_not(bert, tmp_path):
-    first = load_base(Base(str(bert), "classification"), CLASSES, KEY)
+    first = load_base(LanguageBase(str(bert), "classification"), CLASSES, KEY)
     first.model.save_pretrained(tmp_path)
     first.tokenizer.save_pretrained(tmp_path)
-    base = Base(str(tmp_path), "classification")
+    base = LanguageBase(str(tmp_path), "classification")
     same = load_base(base, CLASSES, Key((9,)))
     assert torch.equal(same.model.classifier.weight, first.model.classifier.weight)
     assert "one of the files" in same.notes[0]
@@ -114,7 +116,7 @@ def test_a_part_of_the_body_that_the_files_lack_is_drawn_from_the_key_and_belong
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    base = Base(str(folder), "classification")
+    base = LanguageBase(str(folder), "classification")
     a, b = load_base(base, CLASSES, KEY), load_base(base, CLASSES, Key((8,)))
     assert a.head == ("classifier", "bert.pooler.dense")
     assert any("bert.pooler.dense.weight" in note for note in a.notes)
@@ -127,13 +129,13 @@ def test_a_tokenizer_without_padding_is_said_and_mended(llama, tmp_path):
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({n: v for n, v in settings.items() if n != "pad_token"}))
-    loaded = load_base(Base(str(folder)), (), KEY)
+    loaded = load_base(LanguageBase(str(folder)), (), KEY)
     assert loaded.tokenizer.pad_token == "</s>"
     assert loaded.model.config.pad_token_id == 2
     assert "'</s>' pads" in loaded.notes[0]
     path.write_text(json.dumps({n: v for n, v in settings.items() if not n.endswith("_token")}))
     with pytest.raises(DataError, match="no token for padding"):
-        load_base(Base(str(folder)), (), KEY)
+        load_base(LanguageBase(str(folder)), (), KEY)
 
 
 def test_a_padding_token_beyond_the_embeddings_is_refused(llama, tmp_path):
@@ -144,14 +146,16 @@ def test_a_padding_token_beyond_the_embeddings_is_refused(llama, tmp_path):
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     tokenizer.save_pretrained(folder)
     with pytest.raises(DataError, match=r"<new>.*embeddings"):
-        load_base(Base(str(folder)), (), KEY)
+        load_base(LanguageBase(str(folder)), (), KEY)
 
 
 def test_checkpointing_changes_no_gradient_within_a_functional_call_or_after_it(llama):
     """The pass that is repeated must see the parameters that were given, not those that the module holds by then."""
     gradients = []
     for checkpointing in (False, True):
-        model = load_base(Base(str(llama), gradient_checkpointing=checkpointing), (), KEY).model.train()
+        model = load_base(
+            LanguageBase(str(llama), gradient_checkpointing=checkpointing), (), KEY
+        ).model.train()
         name = "model.layers.0.mlp.gate_proj.weight"
         leaf = dict(model.named_parameters())[name].detach().clone().mul_(1.5).requires_grad_()
         calls = []
@@ -188,22 +192,22 @@ def test_settings_that_cannot_be():
         ({"quantize": "2bit"}, (), ConfigError, "quantize"),
     ):
         with pytest.raises(error, match=words):
-            load_base(Base(**({"path": "x"} | fields)), classes, KEY)
+            load_base(LanguageBase(**({"path": "x"} | fields)), classes, KEY)
 
 
 def test_folders_that_hold_no_such_model(llama, bert, tmp_path):
     with pytest.raises(DataError, match=r"no config\.json"):
-        load_base(Base(str(tmp_path)), (), KEY)
+        load_base(LanguageBase(str(tmp_path)), (), KEY)
     with pytest.raises(DataError, match="another kind of model"):
-        load_base(Base(str(bert)), (), KEY)
+        load_base(LanguageBase(str(bert)), (), KEY)
     folder = copied(llama, tmp_path)
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(DataError, match="transformers cannot load a causal model"):
-        load_base(Base(str(folder)), (), KEY)
+        load_base(LanguageBase(str(folder)), (), KEY)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
     with pytest.raises(DataError, match="unheard-of"):
-        load_base(Base(str(folder)), (), KEY)
+        load_base(LanguageBase(str(folder)), (), KEY)
 
 
 def test_quantizing_without_its_library_names_the_extra(llama, monkeypatch):
@@ -212,13 +216,13 @@ def test_quantizing_without_its_library_names_the_extra(llama, monkeypatch):
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else usual(name, *a)
     )
     with pytest.raises(ConfigError, match=r"fedlowrank\[quantize\]"):
-        load_base(Base(str(llama), quantize="4bit"), (), KEY)
+        load_base(LanguageBase(str(llama), quantize="4bit"), (), KEY)
 
 
 def test_a_missing_library_names_the_extra(monkeypatch, llama):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(DataError, match=r"fedlowrank\[language\]"):
-        load_base(Base(str(llama)), (), KEY)
+        load_base(LanguageBase(str(llama)), (), KEY)
 
 
 @pytest.mark.parametrize("task", ["causal", "classification"])
@@ -233,7 +237,7 @@ def test_a_tiny_model_is_a_function_of_its_key_and_texts(tmp_path, task):
 
 
 def test_the_tiny_tokenizer_writes_any_text(llama, tmp_path):
-    tok = load_base(Base(str(llama)), (), KEY).tokenizer
+    tok = load_base(LanguageBase(str(llama)), (), KEY).tokenizer
     with pytest.raises(DataError, match="at least one text"):
         build_tiny(tmp_path, "causal", Key((0,)), [])
     for text in ("the quick fox", "  two spaces", "Ünïcode 日本 🙂\n\ttab", ""):

@@ -20,7 +20,7 @@ from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, FedlowrankError, TaskError
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.language.scores import Perplexity
+from fedlowrank.language.scores import PerplexityTask
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
 from fedlowrank.simulation.run import Run
@@ -233,7 +233,7 @@ def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp
 
 def test_scores_are_of_the_model_that_is_named(llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path, run={"rounds": 3}))
-    task = Perplexity(str(tmp_path / "train.jsonl"), text="response", instruction="prompt", end=True)
+    task = PerplexityTask(str(tmp_path / "train.jsonl"), text="response", instruction="prompt", end=True)
     found = scores(run, task, ["base", "server", "0"])
     assert found["server"].value < found["base"].value
     # the base again: nothing of the adapters stays in the model

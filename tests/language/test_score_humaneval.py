@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.language.scores import humaneval, sandbox
-from fedlowrank.language.scores.sandbox import Isolation, Limits, run_program
+from fedlowrank.language.scores.sandbox import Isolation, ProgramLimits, run_program
 
-QUICK = Limits(seconds=20.0)
+QUICK = ProgramLimits(seconds=20.0)
 PROBLEM = {
     "task_id": "own/0",
     "prompt": 'def double(x):\n    """Twice x."""\n',
@@ -25,7 +25,7 @@ PROBLEM = {
 
 
 def run(program, **limits):
-    return run_program(program, Limits(**{"seconds": 20.0, **limits}))
+    return run_program(program, ProgramLimits(**{"seconds": 20.0, **limits}))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_limits_are_those_given():
     assert run("x = 1", memory=1 << 26, file_size=1 << 12).passed
     for wrong in ({"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1 << 25}, {"file_size": 9}):
         with pytest.raises(ConfigError):
-            Limits(**wrong)
+            ProgramLimits(**wrong)
 
 
 def test_memory_and_files_are_limited():
@@ -210,7 +210,9 @@ def test_the_canonical_solutions_pass(real):
         problems = [json.loads(line) for line in lines]
     assert len(problems) == 164
     # some solutions define helpers or print, which a completion cut at the stop strings could not
-    runs = humaneval.grade_completions(problems, [[p["canonical_solution"]] for p in problems], Limits(), ())
+    runs = humaneval.grade_completions(
+        problems, [[p["canonical_solution"]] for p in problems], ProgramLimits(), ()
+    )
     assert [p["task_id"] for p, (run,) in zip(problems, runs, strict=True) if not run.passed] == []
-    empty = humaneval.grade_completions(problems, [["    pass\n"] for _ in problems], Limits())
+    empty = humaneval.grade_completions(problems, [["    pass\n"] for _ in problems], ProgramLimits())
     assert humaneval.mean_pass_at_k(empty, 1) == 0

@@ -35,7 +35,7 @@ from fedlowrank.network.client import ClientRuntime, prepare
 from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.drive import drive
 from fedlowrank.network.messages import Answer, Order
-from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.simulation.evaluation import Evaluator
 from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.result import Result
@@ -99,11 +99,11 @@ class Clock:
         self.now += seconds
 
 
-Fault = Callable[["LocalTransport", Message], "list[Response | tuple[float, Response]]"]
+Fault = Callable[["LocalTransport", NodeMessage], "list[Response | tuple[float, Response]]"]
 """What comes back of a message, now or after so many seconds. Whoever asks ``answered`` lets the client work."""
 
 
-def intact(carrier: LocalTransport, message: Message) -> list[Response | tuple[float, Response]]:
+def intact(carrier: LocalTransport, message: NodeMessage) -> list[Response | tuple[float, Response]]:
     return [carrier.answered(message)]
 
 
@@ -123,7 +123,7 @@ class LocalTransport:
     folders: dict[int, Path]
     fault: Fault = intact
     away: set[int] = field(default_factory=set)
-    log: list[Message] = field(default_factory=list)
+    log: list[NodeMessage] = field(default_factory=list)
     hazards: dict[int, Hazard] = field(default_factory=dict)
     trained: list[tuple[int, int]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
@@ -134,7 +134,7 @@ class LocalTransport:
     def nodes(self) -> set[int]:
         return set(self.folders) - self.away
 
-    def send(self, messages: Sequence[Message], group: str, seconds: float) -> None:
+    def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
         self.at("sending")
         for message in messages:
             self.log.append(message)
@@ -146,7 +146,7 @@ class LocalTransport:
             self.waiting += [(self.clock.now + after, response) for after, response in made]
         self.at("sent")
 
-    def answered(self, message: Message) -> Response:
+    def answered(self, message: NodeMessage) -> Response:
         """Let the client work. One that raises is answered for as Flower does; of one that dies nothing comes."""
         before, self.running = self.running, message.node
         try:
@@ -292,10 +292,10 @@ def ran(
     return carrier, served(carrier, made, base / "run", **more)
 
 
-def on_orders(act: Callable[[LocalTransport, Message, int, int], Any]) -> Fault:
+def on_orders(act: Callable[[LocalTransport, NodeMessage, int, int], Any]) -> Fault:
     """Ask an act what becomes of an order, by its round from 1 and client; where it gives None, all arrives."""
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
+    def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
         found = None
         if message.kind == "order":
             found = act(carrier, message, Order.from_json(message.header).round + 1, message.node - 100)
@@ -326,7 +326,7 @@ def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
 def lossy(lost: Mapping[int, set[int]]) -> Fault:
     """Replies of these clients in these rounds are lost after the client did its work; rounds count from 1."""
 
-    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         found = carrier.answered(message)
         gone = client in lost.get(t, ())
         return [lost_reply(message)] if gone and Order.from_json(message.header).train else [found]
@@ -349,7 +349,7 @@ def in_round(t: int, client: int, act: Fault) -> Fault:
     return on_orders(lambda carrier, message, *at: act(carrier, message) if at == (t, client) else None)
 
 
-def lost_reply(message: Message, problem: str = "it was lost") -> Response:
+def lost_reply(message: NodeMessage, problem: str = "it was lost") -> Response:
     return Response(message.node, message.kind, problem=problem)
 
 

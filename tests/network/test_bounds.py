@@ -27,7 +27,7 @@ from fedlowrank.network.account import Account
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
 from fedlowrank.network.messages import Registration
-from fedlowrank.network.transport import Message
+from fedlowrank.network.transport import NodeMessage
 from fedlowrank.network.validation.norms import NormBound, PartNorms, measure
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run import Run
@@ -194,7 +194,7 @@ def test_no_honest_reply_of_any_kind_of_method_is_refused(name: str) -> None:
 def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
     """All numbers of that client's uploads in these rounds, counted from 1, have that value."""
 
-    def act(carrier: LocalTransport, message: Message, t: int, who: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, who: int) -> Any:
         found = carrier.answered(message)
         if who != client or t not in rounds or not found.payload:
             return [found]
@@ -236,7 +236,7 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
     made = small("fedavg", 3, rounds=4, run={"participation": 0.34}, network={"min_replies": 0})
     honest, lie = local(made, tmp_path), 0
 
-    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         if t == 3 and not lie:
             raise Killed
         found = carrier.answered(message)
@@ -256,7 +256,7 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
 # -- numbers of examples
 
 
-def boasting(carrier: LocalTransport, message: Message, examples: int = 2**40) -> Any:
+def boasting(carrier: LocalTransport, message: NodeMessage, examples: int = 2**40) -> Any:
     found = carrier.answered(message)
     if message.kind == "order" or message.node != 101:
         return [found]
@@ -357,9 +357,9 @@ def test_a_client_that_was_silent_takes_part_again_and_starts_from_zero(tmp_path
 
 def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1, network={"deadline": 100.0, "min_replies": 3, "attempts": 4})
-    tries: list[Message] = []
+    tries: list[NodeMessage] = []
 
-    def act(carrier: LocalTransport, message: Message) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage) -> Any:
         tries.append(message)
         return intact(carrier, message) if len(tries) >= 4 else []
 
@@ -421,7 +421,7 @@ def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
     made, out = small("scaffold", 3, rounds=3), tmp_path / "run"
     config = {**made.describe("scaffold"), "vary": {}}
 
-    def stop(there: LocalTransport, message: Message) -> Any:
+    def stop(there: LocalTransport, message: NodeMessage) -> Any:
         raise Killed
 
     carrier = local(made, tmp_path, in_round(3, 0, stop))

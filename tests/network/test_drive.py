@@ -16,7 +16,7 @@ from fedlowrank.network.client import prepare
 from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
-from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.simulation.digest import sealed
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run_folder import RunFolder
@@ -167,7 +167,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: Path) -> None:
     made = small("scaffold")
 
-    def leaves(there: LocalTransport, message: Message) -> Any:
+    def leaves(there: LocalTransport, message: NodeMessage) -> Any:
         there.away.add(102)
         return []
 
@@ -285,7 +285,7 @@ def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again
     made = small("scaffold", rounds=4, network={"min_clients": 2, "wait": 50.0})
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, message: Message) -> Any:
+    def fault(there: LocalTransport, message: NodeMessage) -> Any:
         if message.node == 101 and message.kind == "registration":
             return intact(there, message) if sum(p.node == 101 for p in there.log) > 1 else []
         # every round takes 30 s
@@ -311,7 +311,7 @@ def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
     made = small("scaffold", rounds=5, network={"min_clients": needed})
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, message: Message) -> Any:
+    def fault(there: LocalTransport, message: NodeMessage) -> Any:
         found = there.answered(message)
         if message.kind == "registration":
             return [(200.0 if message.node == 101 else 0.0, found)]
@@ -335,7 +335,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
     carrier.folders[201] = carrier.folders[101]
     carrier.away = {201}
 
-    def act(there: LocalTransport, message: Message, *at: int) -> Any:
+    def act(there: LocalTransport, message: NodeMessage, *at: int) -> Any:
         there.away.discard(201)
         if at != (3, 1):
             return None
@@ -378,7 +378,7 @@ def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
 ) -> None:
     made = small("feddyn", network={"min_replies": 3, "wait": 100.0})
 
-    def act(there: LocalTransport, message: Message) -> Any:
+    def act(there: LocalTransport, message: NodeMessage) -> Any:
         # its node is replaced by another one, as after a restart
         there.folders[201] = there.folders.pop(101)
         return [Response(101, "order", problem="the node is gone", disconnected=True)]

@@ -19,7 +19,7 @@ import torch
 
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
-from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.transport import NodeMessage, Response
 
 from .local import (
     Fault,
@@ -45,21 +45,21 @@ from .local import (
 DUAL = ["scaffold", "fedslr"]
 
 
-def nothing(carrier: LocalTransport, message: Message) -> Any:
+def nothing(carrier: LocalTransport, message: NodeMessage) -> Any:
     return [lost_reply(message, "RuntimeError: out of memory\n12:00:00 finished")]
 
 
-def worked_and_lost(carrier: LocalTransport, message: Message) -> Any:
+def worked_and_lost(carrier: LocalTransport, message: NodeMessage) -> Any:
     carrier.answered(message)
     return [lost_reply(message)]
 
 
-def twice(carrier: LocalTransport, message: Message) -> Any:
+def twice(carrier: LocalTransport, message: NodeMessage) -> Any:
     found = carrier.answered(message)
     return [found, found, carrier.answered(message)]
 
 
-def never(carrier: LocalTransport, message: Message) -> Any:
+def never(carrier: LocalTransport, message: NodeMessage) -> Any:
     carrier.answered(message)
     return []
 
@@ -98,7 +98,7 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     assert place == 5
 
 
-def perilous(carrier: LocalTransport, message: Message, hazard: Hazard) -> Any:
+def perilous(carrier: LocalTransport, message: NodeMessage, hazard: Hazard) -> Any:
     carrier.hazards[message.node] = hazard
     found = carrier.answered(message)
     del carrier.hazards[message.node]
@@ -112,7 +112,7 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
     made = small("scaffold", rounds=4)
     kept: list[Response] = []
 
-    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         if client != 1:
             return None
         kept.append(found := carrier.answered(message))
@@ -128,7 +128,7 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
 def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     made = small("feddyn", network={"deadline": 60.0, "min_replies": 2})
 
-    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         # client 0 takes 20 s and is in time; client 1 takes 90 s in the second round, and comes too late
         seconds = {(1, 0): 20.0, (2, 0): 20.0, (3, 0): 20.0, (2, 1): 90.0}.get((t, client), 0.0)
         return [(seconds, carrier.answered(message))]
@@ -146,7 +146,7 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     made = small("scaffold", network={"min_replies": 3, "attempts": 3})
     left: Counter[tuple[int, ...]] = Counter({(2, 2): 2})
 
-    def act(carrier: LocalTransport, message: Message, *at: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, *at: int) -> Any:
         found = carrier.answered(message)
         left[at] -= 1
         return [lost_reply(message)] if left[at] >= 0 else [found]
@@ -168,7 +168,7 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
 def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_resumed(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 2, "attempts": 2, "wait": 50.0})
 
-    def act(there: LocalTransport, message: Message, *at: int) -> Any:
+    def act(there: LocalTransport, message: NodeMessage, *at: int) -> Any:
         if at == (2, 1):
             there.away.add(101)
             return [Response(101, "order", problem="the node is gone", disconnected=True)]
@@ -202,9 +202,9 @@ def test_a_client_that_joins_between_two_attempts_does_not_change_the_round(tmp_
     made = small("scaffold", network={"min_clients": 2, "min_replies": 2, "attempts": 4})
     carrier = local(made, tmp_path)
     carrier.away = {101}
-    asked: list[Message] = []
+    asked: list[NodeMessage] = []
 
-    def act(there: LocalTransport, message: Message) -> Any:
+    def act(there: LocalTransport, message: NodeMessage) -> Any:
         there.away.clear()
         asked.append(message)
         return intact(there, message) if len(asked) == 4 else [lost_reply(message)]
@@ -223,7 +223,7 @@ def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     carrier.away = {101}
 
-    def act(there: LocalTransport, message: Message, t: int, client: int) -> None:
+    def act(there: LocalTransport, message: NodeMessage, t: int, client: int) -> None:
         if t == 2:
             # there from the second round on: it is asked who it is along with the third round's orders
             there.away.clear()
@@ -249,7 +249,7 @@ def test_a_client_that_lost_its_folder_is_left_out(tmp_path: Path) -> None:
 def forgetting(client: int, t: int) -> Fault:
     """Before round t that client's disk is replaced by an empty one."""
 
-    def act(carrier: LocalTransport, message: Message) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage) -> Any:
         folder = carrier.folders[100 + client]
         for path in folder.iterdir():
             if path.is_dir():
@@ -285,7 +285,7 @@ def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> Non
 
     memory = tmp_path
 
-    def act(carrier: LocalTransport, message: Message, *at: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, *at: int) -> Any:
         nonlocal memory
         if at == (4, 1):
             shutil.rmtree(memory)

@@ -27,7 +27,7 @@ from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.registry import ClientRegistry
 from fedlowrank.network.server import NetworkEngine, NetworkError
-from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.simulation.evaluation import ClientEvaluation, evaluated
 from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run
@@ -198,7 +198,7 @@ def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> Non
 
 
 @on_orders
-def liar(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+def liar(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
     found = carrier.answered(message)
     return [changed(found, payload=b"lies") if client == 1 and found.payload else found]
 
@@ -209,7 +209,7 @@ def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
     made = small("scaffold", rounds=5, network={"limits": {"ban_after": 2}})
     carrier = local(made, tmp_path, liar)
 
-    def act(there: LocalTransport, message: Message, *at: int) -> Any:
+    def act(there: LocalTransport, message: NodeMessage, *at: int) -> Any:
         if at == (4, 2):
             raise Killed
         return liar(there, message)
@@ -268,7 +268,7 @@ def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_pat
     assert agrees(result, carrier, made) == {(t, 1) for t in range(4)}
 
 
-def trains(message: Message) -> bool:
+def trains(message: NodeMessage) -> bool:
     return message.kind == "order" and Order.from_json(message.header).train
 
 
@@ -280,7 +280,7 @@ def stage() -> tuple[ExperimentConfig, str, dict[int, list[Response]]]:
     """What three clients honestly say in the first round."""
     made, kept = small("scaffold", rounds=2), dict[int, list[Response]]()
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
+    def fault(carrier: LocalTransport, message: NodeMessage) -> Any:
         found = carrier.answered(message)
         kept.setdefault(message.node, []).append(found)
         return [found]

@@ -26,7 +26,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedlowrank.network.deploy import guard
 from fedlowrank.network.flower import GridTransport, to_records
-from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.transport import NodeMessage, Response
 
 
 @dataclass
@@ -69,7 +69,7 @@ def received(link: SuperLink, most: int) -> Response:
     grid = HttpGrid(token="none")
     grid._client, grid._run = link, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
-    transport._open = {"asked": Message(7, "order", "{}", b"", most)}
+    transport._open = {"asked": NodeMessage(7, "order", "{}", b"", most)}
     (found,) = transport.receive()
     assert transport.receive() == [] or not transport._open
     return found
@@ -96,7 +96,7 @@ def test_replies_that_share_pieces_are_read() -> None:
     grid = HttpGrid(token="none")
     grid._client, grid._run = whole, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
-    transport._open = {link.asked: Message(7, "registration", "{}", b"", 2 << 20) for link in links}
+    transport._open = {link.asked: NodeMessage(7, "registration", "{}", b"", 2 << 20) for link in links}
     assert [(d.header, d.too_large) for d in transport.receive()] == [("words", "")] * 5
 
 

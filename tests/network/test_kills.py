@@ -16,7 +16,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order
-from fedlowrank.network.transport import Message
+from fedlowrank.network.transport import NodeMessage
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.result import Result
@@ -41,7 +41,7 @@ from .local import (
 def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]]) -> Any:
     """Loses and doubles replies by round and client, and sees that no order is ahead of what is on the server's disk."""
 
-    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def act(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         order, state = Order.from_json(message.header), checkpoint.load(out / "checkpoint")
         assert state.round == order.round
         assert state.clients.get(client, {"stamp": 0}) == {"stamp": order.stamp}

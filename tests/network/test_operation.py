@@ -21,7 +21,7 @@ from flwr.app import Error
 from fedlowrank.cli import network as commands
 from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
-from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 
@@ -126,7 +126,7 @@ def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason:
             return [Reply()]
 
     carrier = GridTransport(Grid())  # type: ignore[arg-type]
-    carrier._open, carrier._unsent = {"m": Message(1, "registration", "{}")}, []
+    carrier._open, carrier._unsent = {"m": NodeMessage(1, "registration", "{}")}, []
     (found,) = carrier.receive()
     assert found.disconnected
     assert found.problem.startswith("its node is not connected any more (Flower's error 5")
@@ -137,13 +137,13 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
     made, log = small("fedavg", rounds=2), tmp_path / "run.audit.jsonl"
     sent: dict[tuple[int, int], bytes] = {}
 
-    def spoil(carrier: LocalTransport, message: Message) -> Any:
+    def spoil(carrier: LocalTransport, message: NodeMessage) -> Any:
         found: Response = carrier.answered(message)
         return [changed(found, payload=b"nonsense")]
 
     fault = in_round(2, 1, spoil)
 
-    def watched(carrier: LocalTransport, message: Message) -> Any:
+    def watched(carrier: LocalTransport, message: NodeMessage) -> Any:
         found = fault(carrier, message)
         if message.kind == "order":
             sent[json.loads(message.header)["round"] + 1, {999: 0}.get(message.node, message.node - 100)] = (

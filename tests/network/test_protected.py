@@ -12,7 +12,7 @@ import pytest
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.messages import Answer, Order, Registration
-from fedlowrank.network.transport import Message
+from fedlowrank.network.transport import NodeMessage
 
 from .local import LocalTransport, agrees, changed, local, lossy, lost, on_orders, ran, served, small, truth
 
@@ -55,7 +55,7 @@ def test_private_clients_send_neither_sizes_nor_losses_nor_evaluations(tmp_path:
     made = small("fedavg", rounds=2, run=PRIVATE)
     answers: list[Answer] = []
 
-    def watch(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def watch(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         found = carrier.answered(message)
         answers.append(Answer.from_json(found.header))
         return [found]
@@ -83,7 +83,7 @@ def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path:
     quiet = {**PRIVATE, "privacy": {**PRIVATE["privacy"], "noise": 1e-6}}
     made = small("fedavg", 4, rounds=1, run=quiet)
 
-    def far(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def far(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         found = carrier.answered(message)
         if client == 1 and Order.from_json(message.header).train:
             upload = tree.decode(found.payload)
@@ -167,7 +167,7 @@ def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp
     made = small("fedavg", rounds=1, run=LOCAL)
     seen: list[bytes] = []
 
-    def twice(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+    def twice(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
         first, second = carrier.answered(message), carrier.answered(message)
         if Order.from_json(message.header).train:
             seen.extend([first.payload, second.payload])

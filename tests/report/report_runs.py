@@ -16,7 +16,7 @@ from rich.console import Console
 from fedlowrank.report import render_terminal, write_report
 from fedlowrank.report.findings import state_findings
 from fedlowrank.report.groups import choose_target, group_runs
-from fedlowrank.report.metrics import Run
+from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.style import make_styles
 from fedlowrank.simulation.records import METRICS, RunRecord
 
@@ -220,13 +220,13 @@ def titles_of(table, *blocks):
 
 def main_of(record):
     """Headline results of a run in what it is judged by."""
-    run = Run(record)
+    run = RunStatistics(record)
     return run.results(run.headline, run.measure)
 
 
 def target_of(records, *given):
     """The target of the runs of one experiment."""
-    return choose_target([[Run(record)] for record in records], *given)
+    return choose_target([[RunStatistics(record)] for record in records], *given)
 
 
 def findings_of(runs):

@@ -29,7 +29,7 @@ from fedlowrank.report import chart, comparison, low_rank, write_report
 from fedlowrank.report import lora_figures as drawn
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import group_runs, measure_of
-from fedlowrank.report.metrics import Run
+from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.sentences import describe_setting
 from fedlowrank.report.style import drawing, to_svg
 from fedlowrank.report.tables import to_csv, to_markdown
@@ -180,11 +180,11 @@ class TestReplies:
         run = make_run("a", rounds=observing(*self.EACH))
         expected = {0: {1: 0.5, 2: 0.5, 3: 0.6}, 1: {1: 0.5, 2: 0.3}, 2: {2: 0.2, 3: 0.4}}
         assert {
-            c: v.dropna().to_dict() for c, v in low_rank.reply_values(Run(run), "weights").items()
+            c: v.dropna().to_dict() for c, v in low_rank.reply_values(RunStatistics(run), "weights").items()
         } == expected
         odd = make_run("a", rounds=observing({"weights": {"0": math.nan, "1": None, "x": 1.0, "2": 0.5}}))
-        assert low_rank.reply_values(Run(odd), "weights").to_dict() == {2: {0: 0.5}}
-        assert low_rank.reply_values(Run(odd), "truncation").empty
+        assert low_rank.reply_values(RunStatistics(odd), "weights").to_dict() == {2: {0: 0.5}}
+        assert low_rank.reply_values(RunStatistics(odd), "truncation").empty
 
     def test_lines_by_client_colored_by_rank(self, make_run):
         run = make_run("a", rounds=observing(*self.EACH), clients=people(8, 2, 2, 1))

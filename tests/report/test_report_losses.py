@@ -30,7 +30,7 @@ from fedlowrank.report import comparison, figures, rank_figures, write_report
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.measures import ACCURACY, LOSS
-from fedlowrank.report.metrics import Run
+from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.sentences import describe_setting, find_warnings
 from fedlowrank.report.tables import to_csv, to_markdown
 
@@ -104,7 +104,7 @@ class TestInsteadOfAccuracy:
         rows = regression_of(test)
         for row, value in zip(rows, (9, 2, 4, 2), strict=True):
             row["risk"]["personal"]["val"] = [value, value]
-        run = Run(make_run(rounds=rows))
+        run = RunStatistics(make_run(rounds=rows))
         got = main_of(run.record)
         assert (run.measure, run.headline, run.status) == (LOSS, "personal", "")
         assert (got["last"], got["last_ten"], got["best_test"]) == (3.0, 2.0, 1.0)
@@ -112,7 +112,7 @@ class TestInsteadOfAccuracy:
         assert got["best_round"] == 1  # the earlier of the two with the lowest validation loss
         assert got["last_weighted"] == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
         assert run.costs_to(0.5) is None
-        assert Run(make_run("a")).measure == ACCURACY
+        assert RunStatistics(make_run("a")).measure == ACCURACY
 
     def test_table(self, make_run, tmp_path):
         runs = regressions(make_run, 1.0, 0.0001)
@@ -150,8 +150,8 @@ class TestInsteadOfAccuracy:
 
     def test_status(self, make_run):
         rows = regression_of([[1.0], [math.nan]])
-        assert Run(make_run(rounds=rows)).status == "no finite test loss after round 0"
-        assert Run(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
+        assert RunStatistics(make_run(rounds=rows)).status == "no finite test loss after round 0"
+        assert RunStatistics(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
 
     def test_lower_leads(self, make_run):
         runs = [
@@ -226,7 +226,7 @@ class TestUnseen:
         assert got["last_weighted"] == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
         assert main_of(everyone)["last"] == pytest.approx(0.5)
         assert "unseen" not in main_of(everyone)
-        loss = Run(run).results("personal", LOSS)
+        loss = RunStatistics(run).results("personal", LOSS)
         assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
         assert target_of([run]).value == 0.7
 

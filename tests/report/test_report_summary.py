@@ -13,7 +13,7 @@ from scipy import stats
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
 from fedlowrank.report.groups import group_runs
-from fedlowrank.report.metrics import Run, estimate
+from fedlowrank.report.metrics import RunStatistics, estimate
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 
@@ -30,7 +30,7 @@ def scored(values, weights=None, measure="accuracy"):
     record = RoundRecord(0, **{measure: {"personal": {"test": list(values)}}})
     sizes = [1] * len(values) if weights is None else weights
     clients = [{"id": i, "test": size} for i, size in enumerate(sizes)]
-    scores = Run(RunRecord(Path("x"), {}, clients, [record], {})).scores
+    scores = RunStatistics(RunRecord(Path("x"), {}, clients, [record], {})).scores
     return scores[measure, "personal", "test", False].iloc[0] if scores else None
 
 
@@ -62,7 +62,7 @@ def test_not_finite_is_left_out_and_counted():
 def test_examples_that_are_not_known_weigh_nothing():
     values = {"personal": {"test": [0.2, 0.6]}}
     run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, accuracy=values)], {})
-    (scores,) = Run(run).scores.values()
+    (scores,) = RunStatistics(run).scores.values()
     assert math.isnan(scores["weighted"].iloc[0])
 
 
@@ -93,7 +93,9 @@ def test_weights_follow_client_ids(make_run):
 
 def test_to_target_by_hand(make_run):
     # Round 3 is not evaluated, but its costs are spent before round 4 reaches the target.
-    run = Run(make_run(rounds=simple([[0.1], [0.4], [0.6], None, [0.9], [0.8], [0.95]], [[0.5]] * 7)))
+    run = RunStatistics(
+        make_run(rounds=simple([[0.1], [0.4], [0.6], None, [0.9], [0.8], [0.95]], [[0.5]] * 7))
+    )
     assert run.costs_to(0.9) == {
         "round": 4, "bytes_up": 4 * 500, "bytes_down": 4 * 1000, "parameters_up": 4 * 125, "parameters_down": 4 * 250,
         "flops": 12_000_000, "steps": 80, "seconds_train": 2.0, "seconds_server": 1.0, "seconds_evaluate": 0.625,
@@ -210,4 +212,4 @@ def test_sweep_keeps_the_method_label(make_run):
 def test_last_usable_round_is_named(make_run):
     run = make_run(rounds=simple([[0.1], [0.5], [math.nan]]))
     assert main_of(run)["round"] == 1
-    assert Run(run).status == "no finite accuracy after round 1"
+    assert RunStatistics(run).status == "no finite accuracy after round 1"

@@ -27,7 +27,7 @@ from fedlowrank.trust.compression import (
     stage_bytes,
     with_feedback,
 )
-from fedlowrank.trust.stages import BFloat16, Int8, LowRank, TopK
+from fedlowrank.trust.stages import BFloat16, Int8, LowRankStage, TopK
 from fedlowrank.trust.updates import with_compared
 
 KEY = Key((0, "compression"))
@@ -86,7 +86,7 @@ def flatten(update: Params) -> np.ndarray[Any, Any]:
 
 
 def test_stages_are_read_from_left_to_right() -> None:
-    assert parse_stages("low_rank:4+top_k:0.05 + int8") == (LowRank(4), TopK(0.05), Int8())
+    assert parse_stages("low_rank:4+top_k:0.05 + int8") == (LowRankStage(4), TopK(0.05), Int8())
     assert parse_stages("  bfloat16 ") == (BFloat16(),)
     assert parse_stages("") == parse_stages("  ") == ()
 
@@ -138,7 +138,12 @@ def test_wrong_stages_are_refused(text: str, message: str) -> None:
 
 
 def test_wrong_parameters_are_refused_without_a_text() -> None:
-    for make in (lambda: TopK(0.0), lambda: TopK(math.nan), lambda: LowRank(0), lambda: LowRank(True)):
+    for make in (
+        lambda: TopK(0.0),
+        lambda: TopK(math.nan),
+        lambda: LowRankStage(0),
+        lambda: LowRankStage(True),
+    ):
         with pytest.raises(ConfigError):
             make()
 
@@ -287,7 +292,7 @@ def test_low_rank_by_iteration_and_of_huge_numbers() -> None:
 def test_low_rank_leaves_what_factors_would_not_make_smaller() -> None:
     # 2 (4 + 4) = 16 numbers for 16; 2 (4 + 5) = 18 for 20
     update = {"same": noise(4, 4), "less": noise(4, 5)}
-    values = compress((LowRank(2),), update, KEY).values
+    values = compress((LowRankStage(2),), update, KEY).values
     assert {p: tuple(t.shape) for p, t in values.items()} == {
         "less/left": (2, 4),
         "less/right": (2, 5),

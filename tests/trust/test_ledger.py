@@ -13,7 +13,7 @@ pytest.importorskip("dp_accounting")
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.trust.accounting import Sampling, composed_epsilon, epsilon, local_epsilon
-from fedlowrank.trust.ledger import Ledger
+from fedlowrank.trust.ledger import PrivacyLedger
 
 DELTA = 1e-5
 POISSON = Sampling("poisson", 20, rate=0.1)
@@ -21,7 +21,7 @@ FIXED = Sampling("fixed", 20, count=2)
 
 
 def charge(
-    ledger: Ledger,
+    ledger: PrivacyLedger,
     round: int,
     clients: list[int],
     noise: float = 1.5,
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_line_for_each_charged_round(path: Path) -> None:
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     assert not path.exists()
     assert charge(ledger, 0, [7, 3])
     assert ledger.charge(1, 1.5, 0.2, FIXED, [3, 4], seeded=False)
@@ -51,17 +51,17 @@ def test_a_line_for_each_charged_round(path: Path) -> None:
         "clients": [3, 7],
     }
     assert second["sampling"] == {"kind": "fixed", "clients": 20, "count": 2}
-    for seen in (ledger, Ledger(path)):
+    for seen in (ledger, PrivacyLedger(path)):
         assert seen.rounds() == 2
         assert [seen.releases(client) for client in (3, 4, 7, 8)] == [2, 1, 1, 0]
 
 
 def test_memory_and_file_agree(path: Path) -> None:
-    memory, file = Ledger(), Ledger(path)
+    memory, file = PrivacyLedger(), PrivacyLedger(path)
     for number in range(5):
         for ledger in (memory, file):
             charge(ledger, number, [number, number + 1])
-    for ledger in (file, Ledger(path)):
+    for ledger in (file, PrivacyLedger(path)):
         assert ledger.rounds() == memory.rounds() == 5
         for kind in ("central", "local"):
             assert ledger.spent(kind, DELTA, "rdp") == memory.spent(kind, DELTA, "rdp") > 0
@@ -69,10 +69,10 @@ def test_memory_and_file_agree(path: Path) -> None:
 
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_a_repeated_round_counts_twice_unless_its_noise_is_seeded(path: Path, on_disk: bool) -> None:
-    ledger = Ledger(path if on_disk else None)
+    ledger = PrivacyLedger(path if on_disk else None)
     assert charge(ledger, 0, [1, 2], seeded=True)
     if on_disk:
-        ledger = Ledger(path)
+        ledger = PrivacyLedger(path)
     assert not charge(ledger, 0, [2, 1], seeded=True)
     assert (ledger.rounds(), ledger.releases(1)) == (1, 1)
     # other bytes: other clients, another bound
@@ -83,25 +83,25 @@ def test_a_repeated_round_counts_twice_unless_its_noise_is_seeded(path: Path, on
     assert charge(ledger, 0, [1, 2])
     assert (ledger.rounds(), ledger.releases(1)) == (5, 5)
     if on_disk:
-        assert Ledger(path).rounds() == 5
+        assert PrivacyLedger(path).rounds() == 5
 
 
 def test_a_kill_at_any_byte_of_the_last_line_leaves_the_lines_before(path: Path) -> None:
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     for number in range(3):
         charge(ledger, number, [number])
     whole = path.read_bytes()
     before = whole[: whole[:-1].rfind(b"\n") + 1]
     for size in range(len(before), len(whole)):
         path.write_bytes(whole[:size])
-        resumed = Ledger(path)
+        resumed = PrivacyLedger(path)
         assert resumed.rounds() == 2
         assert path.read_bytes() == whole[:size], "reading must not change the file"
         charge(resumed, 2, [2])
         assert path.read_bytes() == whole
-    assert Ledger(path).rounds() == 3
+    assert PrivacyLedger(path).rounds() == 3
     path.write_bytes(before + whole[len(before) : -1] + b" " * 500)
-    charge(Ledger(path), 2, [2])
+    charge(PrivacyLedger(path), 2, [2])
     assert path.read_bytes() == whole
 
 
@@ -127,29 +127,29 @@ def test_a_kill_at_any_byte_of_the_last_line_leaves_the_lines_before(path: Path)
     ],
 )
 def test_a_damaged_whole_line_is_an_error(path: Path, damage: object) -> None:
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     charge(ledger, 0, [0, 5])
     charge(ledger, 1, [1])
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"".join(line + b"\n" for line in damage(lines)))  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=r"line [12]: this is no charge"):
-        Ledger(path)
+        PrivacyLedger(path)
 
 
 def test_another_writer_is_noticed(path: Path) -> None:
-    one, two = Ledger(path), Ledger(path)
+    one, two = PrivacyLedger(path), PrivacyLedger(path)
     charge(one, 0, [1])
     with pytest.raises(CheckpointError, match="something else wrote"):
         charge(two, 0, [1])
     assert two.rounds() == 0
-    assert Ledger(path).rounds() == 1
+    assert PrivacyLedger(path).rounds() == 1
     path.unlink()
     with pytest.raises(CheckpointError, match="something else wrote"):
         charge(one, 1, [1])
 
 
 def test_a_charge_is_on_disk_before_it_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(path)
+    ledger = PrivacyLedger(path)
     charge(ledger, 0, [1])
     whole = path.read_bytes()
 
@@ -168,11 +168,11 @@ def test_a_charge_is_on_disk_before_it_counts(path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot write"):
-        charge(Ledger(tmp_path / "none" / "privacy.jsonl"), 0, [1])
+        charge(PrivacyLedger(tmp_path / "none" / "privacy.jsonl"), 0, [1])
 
 
 def test_what_was_spent() -> None:
-    ledger = Ledger()
+    ledger = PrivacyLedger()
     assert ledger.spent("central", DELTA, "rdp") == ledger.spent("local", DELTA, "pld") == 0
     for number, clients in enumerate([[1, 2], [2, 3], []]):
         charge(ledger, number, clients)
@@ -187,7 +187,7 @@ def test_what_was_spent() -> None:
 
 
 def test_a_repeated_draw_of_clients_is_amplified_once() -> None:
-    repeated, redrawn = Ledger(), Ledger()
+    repeated, redrawn = PrivacyLedger(), PrivacyLedger()
     for ledger, again in ((repeated, [1, 2]), (redrawn, [3])):
         charge(ledger, 0, [1, 2])
         charge(ledger, 0, again)
@@ -204,5 +204,5 @@ def test_a_repeated_draw_of_clients_is_amplified_once() -> None:
 def test_wrong_charges(path: Path, settings: dict[str, object]) -> None:
     right = {"round": 0, "noise": 1.0, "clip": 1.0, "sampling": FIXED, "clients": [1, 2], "seeded": False}
     with pytest.raises(ConfigError):
-        Ledger(path).charge(**(right | settings))  # type: ignore[arg-type]
+        PrivacyLedger(path).charge(**(right | settings))  # type: ignore[arg-type]
     assert not path.exists()

@@ -22,7 +22,7 @@ from fedlowrank.core.contribution import Aggregator, Each, Mean, Sum, map_leaves
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key, generator_states
 from fedlowrank.core.tree import TreeError
-from fedlowrank.trust.secure_sums import FixedPoint, MaskedSum, Plan, SecureAggregator, _load, expand
+from fedlowrank.trust.secure_sums import FixedPoint, MaskedSum, MaskingPlan, SecureAggregator, _load, expand
 from fedlowrank.trust.settings import SecureSums
 
 KEY = Key((0, "round", 3))
@@ -399,7 +399,7 @@ def test_masks_of_another_round_and_another_client_differ() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 5, 17, 20, 21, 33, 100, 1000])
 def test_neighbors_are_mutual_few_and_connected(n: int) -> None:
-    plan = Plan(n, list(range(n)), 0.66, KEY)
+    plan = MaskingPlan(n, list(range(n)), 0.66, KEY)
     near = {c: set(h) for c, h in plan.holders.items()}
     assert all(c in h and all(c in near[o] for o in h) for c, h in near.items())
     expected = min(n, 4 * math.ceil(math.log2(n)) + 1)
@@ -413,12 +413,12 @@ def test_neighbors_are_mutual_few_and_connected(n: int) -> None:
 
 
 def test_a_hundred_clients_need_ten_of_twenty_nine_holders() -> None:
-    plan = Plan(100, list(range(100)), 0.66, KEY)
+    plan = MaskingPlan(100, list(range(100)), 0.66, KEY)
     assert (plan.least, plan.needed) == (66, 10)
-    assert Plan(20, list(range(20)), 0.66, KEY).needed == 14
+    assert MaskingPlan(20, list(range(20)), 0.66, KEY).needed == 14
     # 0.7 * 10 and 0.55 * 100 are a little more than 7 and 55 in binary
-    assert Plan(10, list(range(10)), 0.7, KEY).least == 7
-    assert Plan(100, list(range(100)), 0.55, KEY).least == 55
+    assert MaskingPlan(10, list(range(10)), 0.7, KEY).least == 7
+    assert MaskingPlan(100, list(range(100)), 0.55, KEY).least == 55
 
 
 def test_a_sum_of_one_is_no_sum() -> None:

@@ -29,7 +29,7 @@ class BudgetRow:
 
 
 @dataclass(frozen=True)
-class Budget:
+class ParameterBudget:
     """What adaptors add to a module; prints as a table.
 
     Attributes:
@@ -79,14 +79,14 @@ class Budget:
         return "\n".join([*table, f"The base has {self.base:,} numbers. Not adapted: {rest or 'none'}."])
 
 
-def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], count: int) -> Budget:
+def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], count: int) -> ParameterBudget:
     """What C adaptors of parameters add to the module."""
     rows = [
         BudgetRow(name, s, count * s.parameter_count, s.parameter_count / torch.Size(s.shape).numel())
         for name, s in where.items()
     ]
     rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
-    return Budget(tuple(rows), rest, count)
+    return ParameterBudget(tuple(rows), rest, count)
 
 
 def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:

@@ -31,7 +31,7 @@ from .adapted_parameters import (
     find_norms_with_statistics,
     warn_adapted_ranks,
 )
-from .budget import Budget, compute_budget, unadapted_warning
+from .budget import ParameterBudget, compute_budget, unadapted_warning
 from .mixture import (
     EPS,
     BatchNormAdaptor,
@@ -237,7 +237,7 @@ class Floral(nn.Module):
         rest = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
         return [{"params": rest}, {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0}]
 
-    def parameter_budget(self) -> Budget:
+    def parameter_budget(self) -> ParameterBudget:
         """What the adaptors add, parameter by parameter; print it for a table."""
         return compute_budget(self.base, self._adapted, self.clusters)
 

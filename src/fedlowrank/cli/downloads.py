@@ -14,7 +14,7 @@ from ..data.downloads import DOWNLOADS, get
 from .terminal import OUT
 
 
-class _Bars:
+class _DownloadBars:
     """A progress bar for each file; see :class:`~fedlowrank.data.remote_files.Report`."""
 
     def __init__(self, bars: Progress) -> None:
@@ -55,7 +55,7 @@ def get_data(names: Sequence[str], folder: Path | None) -> int:
     folder = Path("data") / name if folder is None else folder
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=OUT) as bars:
-        settings = get(name, folder, _Bars(bars))
+        settings = get(name, folder, _DownloadBars(bars))
     OUT.print(
         f"{folder}: complete. License: {DOWNLOADS[name].license}. In an experiment file:", soft_wrap=True
     )

@@ -61,7 +61,7 @@ class Outcome:
         return f"{words[self.state]}: {self.title}" + (f": {self.message}" if self.message else "")
 
 
-class Worker:
+class RunWorker:
     """A worker process."""
 
     def __init__(self) -> None:
@@ -141,14 +141,14 @@ class _Pool:
     """Starts workers when they are needed, and ends them all."""
 
     def __init__(self, size: int) -> None:
-        self._free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
-        self._all: list[Worker] = []
+        self._free: queue.SimpleQueue[RunWorker | None] = queue.SimpleQueue()
+        self._all: list[RunWorker] = []
         self._lock, self.is_closed = threading.Lock(), False
         for _ in range(size):
             self._free.put(None)
 
     @contextlib.contextmanager
-    def borrow(self) -> Iterator[Worker]:
+    def borrow(self) -> Iterator[RunWorker]:
         """Wait for a free worker; one that has died is replaced."""
         worker = self._free.get()
         try:
@@ -156,7 +156,7 @@ class _Pool:
                 if self.is_closed:
                     raise FedlowrankError("interrupted")
                 if worker is None:
-                    worker = Worker()
+                    worker = RunWorker()
                     self._all.append(worker)
             yield worker
         finally:

@@ -39,7 +39,7 @@ def main() -> None:
     for room in LOGGED:
         logger = logging.getLogger(f"fedlowrank.{room}")
         logger.setLevel(logging.INFO)
-        logger.addHandler(_LogHandler(worker))
+        logger.addHandler(_WorkerLogHandler(worker))
     with contextlib.suppress(KeyboardInterrupt):
         threading.Thread(target=_read, args=(requests, found), daemon=True).start()
         while (request := found.get()) is not None:
@@ -101,7 +101,7 @@ class _Worker:
                 self.send({"print": text})
 
 
-class _LogHandler(logging.Handler):
+class _WorkerLogHandler(logging.Handler):
     """Sends log messages of the package to the parent."""
 
     def __init__(self, worker: _Worker) -> None:

@@ -24,7 +24,7 @@ TUNED = "-tuned"
 """End of the name of an experiment with chosen settings."""
 
 
-class Score(NamedTuple):
+class ValidationScore(NamedTuple):
     """The validation result of one run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setting:
     method: str
     values: dict[str, Any]
     runs: tuple[PlannedRun, ...] = ()
-    scores: tuple[Score | None, ...] = ()
+    scores: tuple[ValidationScore | None, ...] = ()
     messages: tuple[str, ...] = ()
 
     @property
@@ -159,7 +159,7 @@ def _default_table(value: Any) -> dict[str, Any]:
     return {**kind, **print_fields(value, True)}
 
 
-def score_run(run: RunRecord, at: str, series: str | None = None) -> Score | None:
+def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationScore | None:
     """Score a run by validation: the mean over the clients that can train and are not hostile.
 
     Test results are not read.
@@ -192,17 +192,17 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> Score | Non
     return best if best is not None and math.isfinite(best.value) else None
 
 
-def _validation(record: RoundRecord, apart: Collection[int], series: str | None) -> Score | None:
+def _validation(record: RoundRecord, apart: Collection[int], series: str | None) -> ValidationScore | None:
     for found, is_loss in ((record.accuracy, False), (record.risk, True)):
         table = found or {}
         values = table.get(series or "", next(iter(table.values()), {})).get("val", [])
         known = [v for client, v in enumerate(values) if v is not None and client not in apart]
         if known:
-            return Score(sum(known) / len(known), record.round, is_loss)
+            return ValidationScore(sum(known) / len(known), record.round, is_loss)
     return None
 
 
-def _cost(score: Score) -> float:
+def _cost(score: ValidationScore) -> float:
     return score.value if score.is_loss else -score.value
 
 

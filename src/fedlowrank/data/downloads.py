@@ -28,7 +28,7 @@ _AG_NEWS_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 
 
 @dataclass(frozen=True)
-class Download:
+class DataDownload:
     """A data set that can be downloaded.
 
     Attributes:
@@ -120,9 +120,9 @@ def _idx_files(host: str, *published: tuple[str, int]) -> tuple[RemoteFile, ...]
     )
 
 
-def _cifar(classes: int, md5: str, size: int) -> Download:
+def _cifar(classes: int, md5: str, size: int) -> DataDownload:
     name = f"cifar-{classes}-python.tar.gz"
-    return Download(
+    return DataDownload(
         f"color images of {classes} classes, 50,000 + 10,000 images 32×32",
         (RemoteFile(_TORONTO + name, f"md5:{md5}", size),),
         "not stated",
@@ -135,8 +135,8 @@ def _cifar(classes: int, md5: str, size: int) -> Download:
 # MD5 of MNIST, Fashion-MNIST and CIFAR: torchvision.datasets (CIFAR: also the authors' page); of AG News:
 # torchtext.datasets; SHA-256 of GSM8K and Dolly: the data sets' pages on the Hugging Face hub. FEMNIST: name,
 # revision and SHA-256 as public code checks them that trains on this file.
-DOWNLOADS: dict[str, Download] = {
-    "mnist": Download(
+DOWNLOADS: dict[str, DataDownload] = {
+    "mnist": DataDownload(
         "handwritten digits, 60,000 + 10,000 images 28×28",
         _idx_files(
             _MNIST,
@@ -149,7 +149,7 @@ DOWNLOADS: dict[str, Download] = {
         _IDX_SETTINGS,
         "12 MB",
     ),
-    "fashion_mnist": Download(
+    "fashion_mnist": DataDownload(
         "articles of clothing, 60,000 + 10,000 images 28×28",
         _idx_files(
             _FASHION,
@@ -164,7 +164,7 @@ DOWNLOADS: dict[str, Download] = {
     ),
     "cifar10": _cifar(10, "c58f30108f718f92721af3b95e74349a", 170_498_071),
     "cifar100": _cifar(100, "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
-    "femnist": Download(
+    "femnist": DataDownload(
         "handwritten characters by writer, images 28×28, as Flower Labs host them (Parquet)",
         (
             RemoteFile(
@@ -178,7 +178,7 @@ DOWNLOADS: dict[str, Download] = {
         'label = "character"\nclient = "writer_id"\nchannels = 1',
         "about 0.2 GB",
     ),
-    "shakespeare": Download(
+    "shakespeare": DataDownload(
         "lines of 715 speaking roles, derived from LEAF, as TensorFlow Federated hosts them (SQLite)",
         (RemoteFile("https://storage.googleapis.com/tff-datasets-public/shakespeare.sqlite.lzma"),),
         "public domain (the text)",
@@ -186,7 +186,7 @@ DOWNLOADS: dict[str, Download] = {
         "1 MB",
         _decompress,
     ),
-    "agnews": Download(
+    "agnews": DataDownload(
         "news by 4 topics, 120,000 + 7,600 texts",
         (
             RemoteFile(_AG_NEWS + "train.csv", "md5:b1a00f826fdfbd249f79597b59e1dc12"),
@@ -198,7 +198,7 @@ DOWNLOADS: dict[str, Download] = {
         "31 MB",
         _convert_ag_news,
     ),
-    "gsm8k": Download(
+    "gsm8k": DataDownload(
         "grade school mathematics, 7,473 + 1,319 questions with answers",
         (
             RemoteFile(
@@ -216,7 +216,7 @@ DOWNLOADS: dict[str, Download] = {
         'source = "gsm8k"\npath = "{folder}"',
         "5 MB",
     ),
-    "dolly": Download(
+    "dolly": DataDownload(
         "15,011 instructions with responses in 8 categories",
         (
             RemoteFile(

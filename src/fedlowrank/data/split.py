@@ -104,7 +104,7 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True)
-class Local(CheckedFields):
+class LocalSplit(CheckedFields):
     """Each client's own examples, divided at random.
 
     Attributes:
@@ -278,7 +278,7 @@ class TestShare(_OfficialTest):
 
 
 SPLITS: dict[str, type] = {
-    "local": Local,
+    "local": LocalSplit,
     "matched": Matched,
     "whole_test": WholeTest,
     "own_test": OwnTest,

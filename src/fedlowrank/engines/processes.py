@@ -81,7 +81,7 @@ class DuplexPipe:
         return header, [self._into.read(n) for n in sizes]
 
 
-class Worker:
+class ForkedWorker:
     """A forked process that answers.
 
     Args:
@@ -173,7 +173,7 @@ class Processes(Engine):
     name: ClassVar[str] = "processes"
     workers: int | None = None
     costs: dict[int, float] = field(default_factory=dict, repr=False)
-    _pool: list[Worker] = field(default_factory=list, repr=False)
+    _pool: list[ForkedWorker] = field(default_factory=list, repr=False)
     _known: tuple[Any, ...] = field(default=(), repr=False)
 
     def run(
@@ -186,7 +186,7 @@ class Processes(Engine):
         sent: tuple[Any, bytes] = None, tree.encode(None)
         clients = jobs.clients if isinstance(jobs, LazyJobs) else [job.client for job in jobs]
         left = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
-        due, busy = 0, dict[Any, tuple[Worker, int]]()
+        due, busy = 0, dict[Any, tuple[ForkedWorker, int]]()
         free = list(self._pool)
         try:
             while left or busy or outcomes:
@@ -217,7 +217,7 @@ class Processes(Engine):
         if count < 2 or not can_fork():
             return super().each(work, items)
         pool = [
-            Worker(lambda header, _: ({"found": [work(items[i]) for i in header["items"]]}, []))
+            ForkedWorker(lambda header, _: ({"found": [work(items[i]) for i in header["items"]]}, []))
             for _ in range(count)
         ]
         found: dict[int, Any] = {}
@@ -257,7 +257,7 @@ class Processes(Engine):
         inner = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(
-                Worker(
+                ForkedWorker(
                     lambda header, payloads: train_client(inner, method, federation, task, header, payloads)
                 )
             )

@@ -33,7 +33,7 @@ from ..core.method import Task
 from ..data.federation import Federation
 from .base import AnyMethod, ClientJob, ClientResult, Engine
 from .processes import WorkerError, decode_result
-from .ray_pool import RayPool, Worker, connect, import_ray
+from .ray_pool import RayActor, RayPool, connect, import_ray
 from .ray_worker import encode_partition, share
 
 BLOCK = 8
@@ -70,7 +70,7 @@ class _Block:
     partition: int
     places: list[int]
     arguments: tuple[Any, ...]
-    worker: Worker | None = None
+    worker: RayActor | None = None
     task: Any = None
     attempts: int = 0
 

@@ -61,7 +61,7 @@ def connect() -> bool:
 
 
 @dataclass(eq=False)
-class Worker:
+class RayActor:
     """An actor of Ray.
 
     Attributes:
@@ -106,14 +106,14 @@ class RayPool:
                 f"{error}"
             ) from error
         self._partitions = [ray.put(p) for p in partitions]
-        self.owners: list[Worker] = []
+        self.owners: list[RayActor] = []
         self._starting = [self._start(k) for k in range(len(self._partitions))]
         ray.wait([w.started for w in self._starting], num_returns=len(self._starting), timeout=START)
         self._await()
 
-    def _start(self, number: int) -> Worker:
+    def _start(self, number: int) -> RayActor:
         actor = self._make.remote(self._shared, self._partitions[number])
-        return Worker(number, actor, actor.place.remote())
+        return RayActor(number, actor, actor.place.remote())
 
     def _await(self) -> None:
         """Wait until there is a worker."""
@@ -139,7 +139,7 @@ class RayPool:
         Returns:
             Why the last of those that could not start did not.
         """
-        failure, new = "", list[Worker]()
+        failure, new = "", list[RayActor]()
         for worker in list(self._starting):
             if not self._ray.wait([worker.started], timeout=0)[0]:
                 continue
@@ -159,7 +159,7 @@ class RayPool:
                 owner.actor.adopt.remote(self._partitions[k])
         return failure
 
-    def replace(self, dead: Worker) -> None:
+    def replace(self, dead: RayActor) -> None:
         """Give the partitions of a worker that died to others, and start another in its place.
 
         Raises:

@@ -25,7 +25,7 @@ HEAD_NAMES = ("classifier", "score")
 
 
 @dataclass(frozen=True)
-class Base(CheckedFields):
+class LanguageBase(CheckedFields):
     """Which language model is adapted, and in which precision. Code that comes with a model is never run.
 
     Needs ``pip install 'fedlowrank[language]'``.
@@ -83,7 +83,7 @@ class LoadedBase:
     notes: tuple[str, ...]
 
 
-def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
+def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
     Weights that the files do not hold, such as a new classification head, are initialized from the key by the
@@ -183,7 +183,7 @@ def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
     return made.hexdigest()
 
 
-def _where(base: Base) -> tuple[str, bool]:
+def _where(base: LanguageBase) -> tuple[str, bool]:
     """What to load from, and whether only files of this machine are to be used."""
     where = Path(base.path).expanduser()
     if where.exists():
@@ -200,7 +200,7 @@ def _where(base: Base) -> tuple[str, bool]:
     return base.path, base.offline
 
 
-def _quantization(library: Any, base: Base) -> Any:
+def _quantization(library: Any, base: LanguageBase) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'"
@@ -216,7 +216,7 @@ def _quantization(library: Any, base: Base) -> Any:
     )
 
 
-def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...], list[str]]:
+def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Modules to train as a whole, and notes on weights that the files do not hold."""
     # of a classification model: all modules with weights beside the body
     children = [name for name, child in model.named_children() if list(child.parameters())]
@@ -245,7 +245,7 @@ def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...],
     return (*head, *modules), notes
 
 
-def _pad(model: Any, tokenizer: Any, base: Base) -> list[str]:
+def _pad(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
     """Make sure that there is a padding token, known to the model too."""
     notes = []
     if tokenizer.pad_token_id is None:

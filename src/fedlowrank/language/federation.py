@@ -19,7 +19,7 @@ from ..data.text.records import Labeled, Texts
 from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
-from .base import Base, LoadedBase, load_base
+from .base import LanguageBase, LoadedBase, load_base
 from .folders import AdapterFolders, ModelParts
 from .peft_adapter import attach_adapter
 from .peft_config import lora_config
@@ -32,7 +32,7 @@ NAME = "language"
 
 
 @dataclass(frozen=True)
-class LanguageSettings(Base):
+class LanguageSettings(LanguageBase):
     """Which language model is adapted, how texts become tokens, and in which precision it computes.
 
     Attributes:

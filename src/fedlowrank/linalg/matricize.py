@@ -169,7 +169,7 @@ def _count_stored(w: Tensor | LowRank | Sparse) -> int:
 
 
 @dataclass(frozen=True)
-class Measure:
+class WeightMeasure:
     """What one weight, or its factors, amount to.
 
     Attributes:
@@ -187,12 +187,12 @@ class Measure:
     nbytes: int
 
 
-def measure(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, Measure]:
+def measure(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, WeightMeasure]:
     """Rank, energy, parameter count and bytes of every weight of a model, in whichever form it is."""
     return {n: _measure(w) for n, w in weights.items()}
 
 
-def _measure(w: Tensor | LowRank | Sparse | Factored) -> Measure:
+def _measure(w: Tensor | LowRank | Sparse | Factored) -> WeightMeasure:
     if isinstance(w, LowRank):
         rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.left, w.right]
     elif isinstance(w, Factored):
@@ -202,4 +202,4 @@ def _measure(w: Tensor | LowRank | Sparse | Factored) -> Measure:
         rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
         energy, parts = float(entries.double().square().sum()), [entries]
     stored, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
-    return Measure(rank, energy, stored, nonzero, nbytes(w))
+    return WeightMeasure(rank, energy, stored, nonzero, nbytes(w))

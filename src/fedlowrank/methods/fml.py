@@ -32,7 +32,7 @@ from ..core.tree import Params, tree
 
 
 @tree
-class Pair:
+class MutualModels:
     """A private model and the shared one trained beside it."""
 
     private: Params
@@ -71,13 +71,13 @@ class FML(Method[Params, Params, Params, Params]):
         """Simultaneous SGD on both models; detached teachers leave each loss its own gradient."""
         alpha, beta, model, small = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
 
-        def loss(both: Pair, batch: Batch) -> Tensor:
+        def loss(both: MutualModels, batch: Batch) -> Tensor:
             p, m = model.apply(both.private, batch.x), small.apply(both.meme, batch.x)
             private = alpha * cross_entropy(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
             meme = beta * cross_entropy(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
             return private + meme
 
-        end = view.train(loss, Pair(state, down), "local", self.optimizer)
+        end = view.train(loss, MutualModels(state, down), "local", self.optimizer)
         return end.private, end.meme
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

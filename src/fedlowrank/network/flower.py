@@ -41,7 +41,7 @@ from .client import CLIENT_FILE, ClientRuntime, prepare
 from .drive import clients_of, drive
 from .intake import Intake
 from .messages import Order, sections
-from .transport import Message, Response
+from .transport import NodeMessage, Response
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ class GridTransport:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._open: dict[str, Message] = {}
-        self._unsent: list[Message] = []
+        self._open: dict[str, NodeMessage] = {}
+        self._unsent: list[NodeMessage] = []
         self._intake: Intake | None = None
         if isinstance(grid, HttpGrid):
             # a reply is fetched piece by piece; one that is too large is not read to its end
@@ -100,7 +100,7 @@ class GridTransport:
         """The nodes that can be reached now."""
         return set(self._grid.get_node_ids())
 
-    def send(self, messages: Sequence[Message], group: str, seconds: float) -> None:
+    def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
         """Send messages that expire after so many seconds."""
         packed = [
             FlowerMessage(

@@ -17,7 +17,7 @@ from ..core.errors import FedlowrankError
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from .messages import PROTOCOL, MessageError, Registration, plain, sections
-from .transport import Message, Response
+from .transport import NodeMessage, Response
 
 MAX_BYTES = 1 << 20
 """Bytes of a registration."""
@@ -186,13 +186,15 @@ class ClientRegistry:
         for client, row in rows.items():
             self.registered[client] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
 
-    def registration_requests(self, present: set[int]) -> list[Message]:
+    def registration_requests(self, present: set[int]) -> list[NodeMessage]:
         """Requests to all present nodes that are not registered or permanently rejected."""
         # a node that left and came back may be another process, or fixed
         self.permanently_rejected &= present
         self.rejections = {n: why for n, why in self.rejections.items() if n in present}
         known = {c.node for c in self.registered.values()}
-        return [Message(n, "registration", "{}") for n in sorted(present - self.permanently_rejected - known)]
+        return [
+            NodeMessage(n, "registration", "{}") for n in sorted(present - self.permanently_rejected - known)
+        ]
 
     def register(self, response: Response, present: set[int]) -> int:
         """Register a node, by its response, as the client whose number is returned.

@@ -28,7 +28,7 @@ from .backoff import Backoff
 from .messages import Order, plain
 from .registry import ClientRegistry, UnregisteredNodeError
 from .spool import Spool
-from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, Message, Response, Transport
+from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
 from .validation.norms import NormBound, PartNorms, measure
 from .validation.uploads import Blocklist, RefusedReplyError, Templates, inspect, max_upload_bytes
 
@@ -230,7 +230,7 @@ class NetworkEngine(Engine):
             payload = payloads[id(job.down)]
             node = self.registry.registered[client].node
             assert node is not None, "a client that is not connected is skipped"
-            messages.append(Message(node, "order", header, payload, max_bytes))
+            messages.append(NodeMessage(node, "order", header, payload, max_bytes))
             asked[node] = job
             self.bytes_sent["header"] += len(header)
             self.bytes_sent["down"] += len(payload)

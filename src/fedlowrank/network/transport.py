@@ -19,7 +19,7 @@ POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Message:
+class NodeMessage:
     """A message to a node.
 
     Attributes:
@@ -67,7 +67,7 @@ class Transport(Protocol):
         """The nodes that can be reached now."""
         ...
 
-    def send(self, messages: Sequence[Message], group: str, seconds: float) -> None:
+    def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
         """Send messages that expire after so many seconds."""
         ...
 
@@ -99,7 +99,7 @@ class Exchange:
         self.pending: dict[int, float] = {}
         self._last_log = -math.inf
 
-    def replies(self, messages: Sequence[Message], group: str, seconds: float) -> Iterator[Response]:
+    def replies(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> Iterator[Response]:
         """Send messages and yield the responses as they arrive, at most one for each message.
 
         The round trip ends when all orders are answered or the time is up. Without orders it ends when no

@@ -17,7 +17,7 @@ from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
 from .formats import format_si, format_tick, one_line
-from .groups import Group
+from .groups import RunGroup
 from .measures import Measure
 from .style import Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
@@ -40,7 +40,7 @@ THIN = 1.0  # width of the line of a further series of a method, in points
 class Line(NamedTuple):
     """A line in a figure."""
 
-    group: Group
+    group: RunGroup
     label: str  # in the legend
     table: pd.DataFrame  # columns ``mean`` and ``ci``, indexed by round
     place: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
 
 def choose_lines(
-    groups: Sequence[Group], measure: Measure, most: int = LINES, *, unseen: bool = False
+    groups: Sequence[RunGroup], measure: Measure, most: int = LINES, *, unseen: bool = False
 ) -> list[Line]:
     """The headline of every evaluated group, each followed by its further series unless those are too many.
 
@@ -360,7 +360,7 @@ def count_methods(count: int) -> str:
     return "one method" if count == 1 else f"{count} methods"
 
 
-def note_seeds(groups: Iterable[Group]) -> str:
+def note_seeds(groups: Iterable[RunGroup]) -> str:
     """``, mean over 3 seeds``, or ``, mean over up to 3 seeds``; nothing where no group has more than one."""
     counts = {len(group.runs) for group in groups}
     if max(counts, default=1) < 2:
@@ -368,7 +368,7 @@ def note_seeds(groups: Iterable[Group]) -> str:
     return f", mean over {'up to ' if len(counts) > 1 else ''}{max(counts)} seeds"
 
 
-def note_band(groups: Iterable[Group], bounds: Bounds = NON_NEGATIVE) -> str:
+def note_band(groups: Iterable[RunGroup], bounds: Bounds = NON_NEGATIVE) -> str:
     """End of a sentence: over how many seeds the mean is, and what the band is."""
     seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
     return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."

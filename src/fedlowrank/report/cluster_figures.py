@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from . import chart
 from .formats import one_line
 from .frame import Floats, routes_by_round, true_clusters, unseen_clients
-from .groups import Group, seed_of
+from .groups import RunGroup, seed_of
 from .style import INK, Picture, Styles, drawing, figure_height, figure_width, make_styles
 
 INDEX: chart.Bounds = (-0.5, 1.0)  # the least and the largest value of an adjusted Rand index
@@ -30,7 +30,7 @@ LEVELS = 16
 ALL_TICKS = 5  # most clusters that are all named along an axis
 
 
-def plot_recovery(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_recovery(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Cluster recovery against rounds, one line a method, with the 95 % interval over seeds as a band."""
 
     def set_axis(axes: Axes, ends: Sequence[float]) -> None:
@@ -48,13 +48,13 @@ def plot_recovery(groups: Sequence[Group], styles: Styles) -> Picture | None:
     )  # fmt: skip
 
 
-def plot_routes(groups: Sequence[Group]) -> list[Picture]:
+def plot_routes(groups: Sequence[RunGroup]) -> list[Picture]:
     """Heat maps clients x clusters of the first seed of every method that has routes, at a few rounds."""
     return [picture for group in groups if (picture := _plot_routes(group))]
 
 
 @drawing()
-def _plot_routes(group: Group) -> Picture | None:
+def _plot_routes(group: RunGroup) -> Picture | None:
     run = group.first
     rounds = routes_by_round(run)
     if not rounds:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..simulation.records import RunRecord
 from .chart import space_evenly
 from .formats import one_line
-from .groups import Group, seed_of
+from .groups import RunGroup, seed_of
 from .style import (
     INK,
     LIGHT,
@@ -37,7 +37,7 @@ LISTED = 20  # most classes named in a legend or along an axis
 Stored = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
 
-def plot_embeddings(groups: Sequence[Group]) -> list[Picture]:
+def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
     """t-SNE of the test representations of each method's first seed, after the legend that they share.
 
     Methods whose first seed saved no representations have no plot.
@@ -92,7 +92,7 @@ def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
 
 @drawing()
 def _plot_embedding(
-    group: Group, points: Stored, colors: Sequence[str], clients: Sequence[int], total: int
+    group: RunGroup, points: Stored, colors: Sequence[str], clients: Sequence[int], total: int
 ) -> Picture:  # fmt: skip
     flat, label, client = points
     figure, axes = new_figure(3.2, 3.2)

@@ -18,13 +18,13 @@ from matplotlib.patches import Rectangle
 
 from . import chart
 from .formats import format_si, one_line
-from .groups import Group, last_part, measure_of, value_text, with_token_names
+from .groups import RunGroup, last_part, measure_of, value_text, with_token_names
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import estimate
 from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
 
-def plot_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
 
     Further series of a method, and the clients that never train, are thin lines in its color, unless that
@@ -34,14 +34,14 @@ def plot_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
     return _plot_learning_curves(judged, styles, with_token_names(ACCURACY, groups), in_detail=True)
 
 
-def plot_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
     in_detail = measure_of(groups).is_loss
     return _plot_learning_curves(groups, styles, with_token_names(LOSS, groups), in_detail=in_detail)
 
 
 def _plot_learning_curves(
-    groups: Sequence[Group], styles: Styles, measure: Measure, *, in_detail: bool
+    groups: Sequence[RunGroup], styles: Styles, measure: Measure, *, in_detail: bool
 ) -> Picture | None:
     lines = chart.choose_lines(groups, measure, chart.LINES if in_detail else 0, unseen=in_detail)
     more = ""
@@ -57,7 +57,7 @@ def _plot_learning_curves(
 
 
 @drawing()
-def plot_results(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
     measure = measure_of(groups)
     found = [(group, result) for group in groups if (result := group.final(measure=measure))]
@@ -110,7 +110,7 @@ def plot_results(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 
 @drawing()
-def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against the bytes sent both ways since the start; logarithmic where methods differ widely."""
     measure = measure_of(groups)
     lines = [chart.Line(g, g.short, curve) for g in groups if len(curve := g.curve(measure=measure))]
@@ -157,7 +157,7 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
 
 
 @drawing()
-def plot_clients(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_clients(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Box plot of the clients' accuracies at the last evaluated round, one a method, ``+`` at the mean."""
     measure = measure_of(groups)
     found = []
@@ -205,7 +205,7 @@ def _draw_box(axes: Axes, y: int, values: Any, style: Style) -> None:
     axes.plot([box["mean"]], [y], linestyle="", marker="+", markersize=9, markeredgewidth=1.8, color=INK)
 
 
-def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_trade_off(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against computation, with marker areas that grow with the bytes sent."""
     measure = measure_of(groups)
     found = []
@@ -240,7 +240,7 @@ def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 
 @drawing()
-def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Final accuracy against the varied setting, one line a method, with the 95 % interval over seeds."""
     measure = measure_of(groups)
     found = [(group, result) for group in groups if group.vary and (result := group.final(measure=measure))]
@@ -289,5 +289,5 @@ def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     )
 
 
-def _setting(group: Group) -> str:
+def _setting(group: RunGroup) -> str:
     return ", ".join(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .formats import format_p, format_signed, join_words
-from .groups import Group
+from .groups import RunGroup
 from .measures import Measure
 from .metrics import Estimate
 from .paired import Family, Versus, make_families
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
         return " ".join(part for part in self if part)
 
 
-def state_findings(groups: Sequence[Group]) -> list[Finding]:
+def state_findings(groups: Sequence[RunGroup]) -> list[Finding]:
     """What the runs of one experiment show, and how sure it is.
 
     Returns:
@@ -121,7 +121,7 @@ def _describe_test(family: Family) -> str:
     return " ".join(found)
 
 
-def sends_nothing(group: Group) -> bool:
+def sends_nothing(group: RunGroup) -> bool:
     """Whether the clients of a group train without any message, as Standalone does."""
     return all(run.sends_nothing for run in group.runs)
 
@@ -143,7 +143,7 @@ def _is_level(one: Estimate, other: Estimate, measure: Measure) -> bool:
     return measure.format(one.mean) == measure.format(other.mean)
 
 
-def _name(group: Group, family: Family) -> str:
+def _name(group: RunGroup, family: Family) -> str:
     is_one_method = len({other.short for other, _ in family.ranked}) < 2 < 1 + len(family.ranked)
     return group.label if is_one_method else group.short
 

@@ -13,14 +13,14 @@ from ..core.files import as_checkpoint_error
 from ..methods import METHODS
 from ..simulation.records import RunRecord
 from . import cluster_figures, data_figures, figures, lora_figures, rank_figures, time_figures, trust_figures
-from .groups import Group, by_experiment, by_variation, group_runs, measure_of
+from .groups import RunGroup, by_experiment, by_variation, group_runs, measure_of
 from .style import Picture, Style, Styles, Width, drawing, drawing_width, final_colors, make_styles
 
 DPI = 300
 """Dots an inch of PNG files; publishers ask for at least 300."""
 
 
-def method_styles(groups: Sequence[Group]) -> dict[str, Style]:
+def method_styles(groups: Sequence[RunGroup]) -> dict[str, Style]:
     """A style for each label, in whatever order the runs are given.
 
     Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and
@@ -31,7 +31,7 @@ def method_styles(groups: Sequence[Group]) -> dict[str, Style]:
     return make_styles([short for *_, short in order])
 
 
-def draw_all(groups: Sequence[Group], styles: Styles) -> Iterator[tuple[str, list[Picture]]]:
+def draw_all(groups: Sequence[RunGroup], styles: Styles) -> Iterator[tuple[str, list[Picture]]]:
     """The figures of one experiment.
 
     Yields:
@@ -71,7 +71,7 @@ def draw_all(groups: Sequence[Group], styles: Styles) -> Iterator[tuple[str, lis
         yield heading, [picture for picture in pictures if picture is not None]
 
 
-def _plot_curve(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def _plot_curve(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Learning curves in what the methods are judged by."""
     plot = figures.plot_loss if measure_of(groups).is_loss else figures.plot_accuracy
     return plot(groups, styles)

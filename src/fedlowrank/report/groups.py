@@ -17,7 +17,7 @@ from ..simulation.settings import RunSettings
 from .formats import one_line
 from .frame import section
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
-from .metrics import ROUNDING, Estimate, Run, curve_over_seeds, estimate
+from .metrics import ROUNDING, Estimate, RunStatistics, curve_over_seeds, estimate
 
 # Sections of ``run.json`` that the methods of an experiment share.
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """One method with one setting, over its seeds."""
 
     experiment: str  # its name
@@ -41,7 +41,7 @@ class Group:
     short: str  # label without the varied settings, so the same for a method throughout a sweep
     label: str  # with them, unique in the experiment
     target: Target  # accuracy up to which costs are counted
-    runs: tuple[Run, ...]  # one a seed, in the order given
+    runs: tuple[RunStatistics, ...]  # one a seed, in the order given
     repeated: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
 
     @property
@@ -67,7 +67,7 @@ class Group:
         return sorted(names, key=lambda name: name != self.headline)
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
-        """Statistics of a series, else of the headline, one row a seed: see :meth:`.metrics.Run.results`."""
+        """Statistics of a series, else of the headline, one row a seed: see :meth:`.metrics.RunStatistics.results`."""
         name, by = self.headline if series is None else series, measure or self.measure
         rows = [found for run in self.runs if (found := run.results(name, by)) is not None]
         return pd.DataFrame(rows, columns=RESULTS)
@@ -115,21 +115,21 @@ def predicts_tokens(run: RunRecord) -> bool:
     return bool(section(run.config, "language")) and not run.config.get("classes")
 
 
-def with_token_names(measure: Measure, groups: Sequence[Group]) -> Measure:
+def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:
     """The measure under the name that it has where all groups predict tokens."""
     if not groups or not all(predicts_tokens(group.first) for group in groups):
         return measure
     return TOKEN_LOSS if measure.is_loss else TOKEN_ACCURACY
 
 
-def measure_of(groups: Sequence[Group]) -> Measure:
+def measure_of(groups: Sequence[RunGroup]) -> Measure:
     """What the groups of one experiment are compared by: loss only where none has an accuracy."""
     has_loss = any(group.final(measure=LOSS) for group in groups)
     has_accuracy = any(group.final(measure=ACCURACY) for group in groups)
     return with_token_names(LOSS if has_loss and not has_accuracy else ACCURACY, groups)
 
 
-def choose_target(settings: Sequence[Sequence[Run]], target: float | None = None) -> Target:
+def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | None = None) -> Target:
     """The target of one experiment: as given, else the runs' own, else one that all or some runs reached.
 
     A method that sends nothing (Standalone) reaches its best accuracy free of charge. Where there is one, the
@@ -169,19 +169,19 @@ def choose_target(settings: Sequence[Sequence[Run]], target: float | None = None
     return Target(None, "no target")
 
 
-def _best_mean(run: Run) -> float | None:
+def _best_mean(run: RunStatistics) -> float | None:
     """The largest mean accuracy over rounds; None if the run was never evaluated."""
     means = run.curve(run.headline, ACCURACY)["mean"]
     return float(means.max()) if len(means) else None
 
 
-def _whole_percent(runs: Sequence[Run]) -> int:
+def _whole_percent(runs: Sequence[RunStatistics]) -> int:
     """The highest whole percent that all evaluated runs reached; 0 if there is none."""
     known = [best for run in runs if (best := _best_mean(run)) is not None]
     return math.floor(100 * min(known, default=0) + 1e-9)
 
 
-def group_runs(records: Sequence[RunRecord], target: float | None = None) -> list[Group]:
+def group_runs(records: Sequence[RunRecord], target: float | None = None) -> list[RunGroup]:
     """Group runs by experiment, method and settings, so that only the seeds differ within a group.
 
     All settings count, not only the varied ones: two runs of one method with different learning rates are two
@@ -197,10 +197,10 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
     Raises:
         ConfigError: if the target given is not in (0, 1].
     """
-    found: list[Group] = []
+    found: list[RunGroup] = []
     for experiment in dict.fromkeys(map(experiment_name, records)):
-        runs = [Run(record) for record in records if experiment_name(record) == experiment]
-        by_settings: dict[str, list[Run]] = {}
+        runs = [RunStatistics(record) for record in records if experiment_name(record) == experiment]
+        by_settings: dict[str, list[RunStatistics]] = {}
         for run in runs:
             record = run.record
             settings = [method_name(record), settings_of(record), varied_settings(record)]
@@ -211,7 +211,7 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
     return found
 
 
-def _group(experiment: str, runs: Sequence[Run], target: Target) -> Group:
+def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> RunGroup:
     seeds = [seed_of(run.record) for run in runs]
     # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
     by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
@@ -219,16 +219,16 @@ def _group(experiment: str, runs: Sequence[Run], target: Target) -> Group:
     first, method = runs[0].record, method_name(runs[0].record)
     title = method_title(first)
     kept = tuple(by_seed[seed] for seed in dict.fromkeys(seeds))
-    return Group(experiment, method, varied_settings(first), title, title, target, kept, repeated)
+    return RunGroup(experiment, method, varied_settings(first), title, title, target, kept, repeated)
 
 
-def _label(groups: Sequence[Group]) -> list[Group]:
+def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Make labels unique: by the method's name, then by the settings that differ, at last by a number."""
     titles = {(group.short, group.method) for group in groups}
     methods = Counter(short for short, _ in titles)
     names = [f"{g.short} ({g.method})" if methods[g.short] > 1 else g.short for g in groups]
     settings = [settings_of(group.first) for group in groups]
-    found: list[Group] = []
+    found: list[RunGroup] = []
     used: Counter[str] = Counter()
     for name, own, group in zip(names, settings, groups, strict=True):
         alike: dict[str, list[dict[str, str]]] = {}
@@ -245,13 +245,13 @@ def _label(groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def by_variation(groups: Sequence[Group]) -> dict[str, list[Group]]:
+def by_variation(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """The groups by what is varied, in words."""
     texts = [vary_text(group.vary) for group in groups]
     return {text: [group for group in groups if vary_text(group.vary) == text] for text in texts}
 
 
-def by_experiment(groups: Sequence[Group]) -> dict[str, list[Group]]:
+def by_experiment(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """The groups by the name of their experiment."""
     return {name: [g for g in groups if g.experiment == name] for name in (g.experiment for g in groups)}
 

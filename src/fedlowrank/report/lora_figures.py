@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from . import chart
 from .formats import one_line
-from .groups import Group, seed_of
+from .groups import RunGroup, seed_of
 from .low_rank import (
     client_ranks,
     discarded_share,
@@ -42,7 +42,7 @@ SERIES = {
 
 
 @drawing()
-def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
     found = rank_series(groups)
     names = list(dict.fromkeys(name for _, name, _ in found))[:PANELS]
@@ -95,13 +95,13 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     )
 
 
-def plot_replies(groups: Sequence[Group]) -> list[Picture]:
+def plot_replies(groups: Sequence[RunGroup]) -> list[Picture]:
     """Weight and truncation error of each client's reply against rounds, a picture for each method."""
     return [picture for group in groups if (picture := _plot_replies(group))]
 
 
 @drawing()
-def _plot_replies(group: Group) -> Picture | None:
+def _plot_replies(group: RunGroup) -> Picture | None:
     run = group.first
     ranks = pd.Series(client_ranks(run), dtype=np.int64)
     weights = reply_values(group.runs[0], "weights")
@@ -196,7 +196,7 @@ def _format_share(value: float) -> str:
     return f"{100 * value:.3g} %" if math.isfinite(value) else "not recorded"
 
 
-def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Singular values that the server holds of its update W against rounds, mean over layers.
 
     They are the rank of W in the exact and the capped state, but in the dense one no more than the clients
@@ -224,7 +224,7 @@ def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 
 @drawing()
-def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_energy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Energy of the server's update, and what a rank cap discards, against rounds; None if it never does."""
     cuts = [chart.Line(g, g.short, curve) for g in groups if len(curve := discarded_share(g))]
     if not cuts:
@@ -257,7 +257,7 @@ def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
     )
 
 
-def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_training_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Training loss against rounds where there are adapters; further passes of a method are thin lines."""
     if not has_adapters(groups):
         return None

@@ -17,7 +17,7 @@ from ..simulation.records import RunRecord
 from .formats import one_line
 from .frame import client_column, section
 from .groups import (
-    Group,
+    RunGroup,
     by_experiment,
     by_variation,
     measure_of,
@@ -26,7 +26,7 @@ from .groups import (
     with_token_names,
 )
 from .measures import ACCURACY, LOSS, Measure
-from .metrics import Estimate, Run, curve_over_seeds, estimate, half_width
+from .metrics import Estimate, RunStatistics, curve_over_seeds, estimate, half_width
 from .text_table import Column, TextTable
 
 
@@ -35,20 +35,20 @@ def client_ranks(run: RunRecord) -> dict[int, int]:
     return {i: rank for i, rank in client_column(run, "rank").items() if type(rank) is int and rank > 0}
 
 
-def has_adapters(groups: Sequence[Group]) -> bool:
+def has_adapters(groups: Sequence[RunGroup]) -> bool:
     """Whether any run has adapters, a language model, or clients with ranks of their own."""
     runs = [run.record for group in groups for run in group.runs]
     named = ("lora", "language")
     return any(any(section(run.config, name) for name in named) or client_ranks(run) for run in runs)
 
 
-def rank_measure(groups: Sequence[Group]) -> Measure:
+def rank_measure(groups: Sequence[RunGroup]) -> Measure:
     """The measure for clients of different ranks: loss of language models and regressions, else accuracy."""
     is_language = all(predicts_tokens(group.first) for group in groups)
     return with_token_names(LOSS, groups) if is_language else measure_of(groups)
 
 
-def scores_by_rank(group: Group, series: str, measure: Measure | None = None) -> pd.DataFrame:
+def scores_by_rank(group: RunGroup, series: str, measure: Measure | None = None) -> pd.DataFrame:
     """Results of a series by rank of the client at the last evaluated round, the largest rank first.
 
     Returns:
@@ -68,7 +68,7 @@ def scores_by_rank(group: Group, series: str, measure: Measure | None = None) ->
     return table.assign(least=by_rank["size"].min(), most=by_rank["size"].max()).sort_index(ascending=False)
 
 
-def rank_series(groups: Sequence[Group]) -> list[tuple[Group, str, pd.DataFrame]]:
+def rank_series(groups: Sequence[RunGroup]) -> list[tuple[RunGroup, str, pd.DataFrame]]:
     """Every series of every group with its results by rank; none unless there are clients of two ranks."""
     if not any(client_ranks(run.record) for group in groups for run in group.runs):
         return []
@@ -78,7 +78,7 @@ def rank_series(groups: Sequence[Group]) -> list[tuple[Group, str, pd.DataFrame]
     return found if len({rank for *_, scores in found for rank in scores.index}) > 1 else []
 
 
-def rank_tables(groups: Sequence[Group]) -> list[TextTable]:
+def rank_tables(groups: Sequence[RunGroup]) -> list[TextTable]:
     """A table for each experiment and varied value: a row for each rank, a column for each model."""
     tables = []
     experiments = by_experiment(groups)
@@ -90,7 +90,9 @@ def rank_tables(groups: Sequence[Group]) -> list[TextTable]:
     return tables
 
 
-def _rank_table(groups: Sequence[Group], found: Sequence[tuple[Group, str, Any]], where: str) -> TextTable:
+def _rank_table(
+    groups: Sequence[RunGroup], found: Sequence[tuple[RunGroup, str, Any]], where: str
+) -> TextTable:
     measure = rank_measure(groups)
     rows = []
     for rank in sorted({rank for *_, scores in found for rank in scores.index}, reverse=True):
@@ -113,7 +115,7 @@ def _rank_table(groups: Sequence[Group], found: Sequence[tuple[Group, str, Any]]
     return TextTable(title, ("rank", "clients"), tuple(Column(head) for head in heads), tuple(rows), note)
 
 
-def adapter_row(group: Group) -> dict[str, float]:
+def adapter_row(group: RunGroup) -> dict[str, float]:
     """Columns of the CSV about adapters; empty for runs without.
 
     ``perplexity`` is the exponential of the mean loss per token over clients and seeds, so the geometric mean
@@ -145,7 +147,7 @@ def format_ranks(run: RunRecord) -> str:
     return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
 
 
-def reply_values(run: Run, kind: str) -> pd.DataFrame:
+def reply_values(run: RunStatistics, kind: str) -> pd.DataFrame:
     """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
 
     ``kind`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
@@ -155,7 +157,7 @@ def reply_values(run: Run, kind: str) -> pd.DataFrame:
     return table.where(np.isfinite(table)).dropna(axis=1, how="all")
 
 
-def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
+def server_rank(group: RunGroup) -> tuple[pd.DataFrame, float, float] | None:
     """Rank of the server's update, which is 0 before training, over training.
 
     Returns:
@@ -175,12 +177,12 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
     return curve, float(np.mean([row.min() for row in last])), float(np.mean([row.max() for row in last]))
 
 
-def energy(group: Group) -> pd.DataFrame:
+def energy(group: RunGroup) -> pd.DataFrame:
     """‖W‖_F², summed over layers, over training; empty if it was not recorded."""
     return curve_over_seeds(_total(run, "energy") for run in group.runs)
 
 
-def discarded_share(group: Group) -> pd.DataFrame:
+def discarded_share(group: RunGroup) -> pd.DataFrame:
     """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
     totals = [(_total(run, "energy"), _total(run, "discarded")) for run in group.runs]
     # 0 of nothing is 0.
@@ -188,7 +190,7 @@ def discarded_share(group: Group) -> pd.DataFrame:
     return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
 
 
-def training_losses(group: Group) -> dict[str, pd.DataFrame]:
+def training_losses(group: RunGroup) -> dict[str, pd.DataFrame]:
     """Mean loss over the steps of each pass, of all participants, by round; passes in order."""
     tables = [run.reported("loss") for run in group.runs]
     names = dict.fromkeys(name for table in tables for name in table)
@@ -196,7 +198,7 @@ def training_losses(group: Group) -> dict[str, pd.DataFrame]:
     return {name: curve for name, curve in curves.items() if len(curve)}
 
 
-def _total(run: Run, kind: str) -> pd.Series:
+def _total(run: RunStatistics, kind: str) -> pd.Series:
     return run.reported(kind).sum(axis=1, skipna=False)
 
 
@@ -208,7 +210,7 @@ class RankCurve(NamedTuple):
     last: float  # at the last round that all seeds share
 
 
-def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:
+def model_size(group: RunGroup, series: str) -> tuple[Estimate, Estimate] | None:
     """Parameter count of a series' client models: mean and standard deviation over clients, both over seeds.
 
     It is taken at the round of the last result, else in the last record that has it. None if no run recorded
@@ -226,7 +228,7 @@ def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:
     return (mean, std) if mean and std else None
 
 
-def sizes_differ(groups: Sequence[Group]) -> bool:
+def sizes_differ(groups: Sequence[RunGroup]) -> bool:
     """Whether some client's model changes its size over methods, series or rounds of one setting.
 
     Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied
@@ -239,7 +241,7 @@ def sizes_differ(groups: Sequence[Group]) -> bool:
     return any((pd.concat(tables).nunique() > 1).any() for tables in settings.values() if tables)
 
 
-def rank_curves(group: Group) -> dict[str, RankCurve]:
+def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
     """Ranks of a group's low-rank weights over training, by weight, in the order of the model.
 
     Weights that not all seeds have, or whose rank was zero before training, are left out.
@@ -256,14 +258,14 @@ def rank_curves(group: Group) -> dict[str, RankCurve]:
     return found
 
 
-def last_ranks(group: Group) -> dict[str, float]:
+def last_ranks(group: RunGroup) -> dict[str, float]:
     """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
     last = [table.iloc[-1] for run in group.runs if len(table := run.reported("ranks"))]
     means = pd.DataFrame(last).mean().dropna()
     return {str(name): float(mean) for name, mean in means.items()}
 
 
-def downlink(group: Group) -> pd.DataFrame:
+def downlink(group: RunGroup) -> pd.DataFrame:
     """Bytes from the server to each participant by round, over seeds; empty if no client took part."""
     return curve_over_seeds(
         pd.Series({r.round: r.bytes_down / len(r.participants) for r in run.record.rounds if r.participants})

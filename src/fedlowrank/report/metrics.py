@@ -129,7 +129,7 @@ def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunStatistics:
     """A run record with its statistics."""
 
     record: RunRecord
@@ -323,7 +323,7 @@ class Run:
         return float(value) if 0 < value <= 1 else None
 
 
-def metric_row(runs: Sequence[Run], headline: str | None) -> dict[str, float | None]:
+def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str, float | None]:
     """Further metrics of runs that differ in the seed, as columns of the CSV.
 
     ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 %

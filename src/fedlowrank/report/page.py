@@ -17,7 +17,7 @@ from ..simulation.records import RunRecord
 from .formats import one_line
 from .frame import section
 from .gallery import draw_all, method_styles
-from .groups import SECTIONS, Group, by_experiment, experiment_name, group_runs, value_text
+from .groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
 from .sentences import count, describe_setting, find_warnings, warn_of_mixture
 from .style import DARK, LIGHT, Styles, css_variables, to_svg
 from .tables import Comparison, compare, to_csv, to_markdown
@@ -138,7 +138,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     }
 
 
-def _method_settings(group: Group) -> tuple[str, str, list[tuple[str, str]]]:
+def _method_settings(group: RunGroup) -> tuple[str, str, list[tuple[str, str]]]:
     """Label, citation and settings of a method."""
     method = section(group.first.config, "method")
     rows = [*section(method, "fields").items(), *group.vary]

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from ..simulation.records import RunRecord
-from .groups import Group, by_experiment, by_variation, measure_of, seed_of
+from .groups import RunGroup, by_experiment, by_variation, measure_of, seed_of
 from .measures import Measure
-from .metrics import Estimate, Run
+from .metrics import Estimate, RunStatistics
 from .significance import ALPHA, Difference, compare_over_clients, compare_over_seeds, correct_holm
 
 
@@ -20,7 +20,7 @@ from .significance import ALPHA, Difference, compare_over_clients, compare_over_
 class Versus:
     """A group against the best of its family."""
 
-    group: Group
+    group: RunGroup
     difference: Difference | None  # the group minus the best; None without a seed and clients that both have
     p: float  # corrected by Holm for the comparisons of the family; NaN if there is no test
 
@@ -42,16 +42,16 @@ class Family:
     experiment: str  # its name
     text: str  # what is varied, with its value; empty if nothing is
     measure: Measure
-    ranked: tuple[tuple[Group, Estimate], ...]  # groups that have a result, the best first
+    ranked: tuple[tuple[RunGroup, Estimate], ...]  # groups that have a result, the best first
     others: tuple[Versus, ...]  # all of them but the best, in the same order
 
     @property
-    def best(self) -> Group | None:
+    def best(self) -> RunGroup | None:
         """The group with the best mean."""
         return self.ranked[0][0] if self.ranked else None
 
     @property
-    def not_worse(self) -> list[Group]:
+    def not_worse(self) -> list[RunGroup]:
         """The best group and those not significantly worse; groups without a test are left out."""
         return [group for group, _ in self.ranked[:1]] + [one.group for one in self.others if one.is_open]
 
@@ -69,7 +69,7 @@ class Family:
         return any(one.difference.over == "clients" for one in self.others if one.difference)
 
 
-def make_families(groups: Sequence[Group]) -> list[Family]:
+def make_families(groups: Sequence[RunGroup]) -> list[Family]:
     """The families of groups: per experiment and varied setting, or all settings if there is one method."""
     found = []
     for name, members in by_experiment(groups).items():
@@ -101,7 +101,7 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
     return found
 
 
-def paired_differences(one: Group, other: Group, measure: Measure) -> list[pd.Series]:
+def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list[pd.Series]:
     """Differences ``one - other`` of each client, for each seed whose clients are the same in both groups.
 
     Clients that never train, and those without a finite result in both groups, are left out.
@@ -116,7 +116,7 @@ def paired_differences(one: Group, other: Group, measure: Measure) -> list[pd.Se
     return [gaps for gaps in found if len(gaps)]
 
 
-def _results(group: Group, run: Run, measure: Measure) -> pd.Series:
+def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series:
     return run.client_values(group.headline, measure)
 
 
@@ -125,7 +125,7 @@ def _clients(run: RunRecord) -> list[tuple[Any, ...]]:
     return [tuple(row.get(key) for key in ("id", "train", "val", "test", "unseen")) for row in run.clients]
 
 
-def _compare(experiment: str, text: str, measure: Measure, groups: Sequence[Group]) -> Family:
+def _compare(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
     ranked = tuple(sorted(results, key=lambda pair: measure.cost(pair[1].mean)))
     gaps = [_difference(group, ranked[0][0], measure) for group, _ in ranked[1:]]
@@ -135,7 +135,7 @@ def _compare(experiment: str, text: str, measure: Measure, groups: Sequence[Grou
     return Family(experiment, text, measure, ranked, others)
 
 
-def _difference(one: Group, best: Group, measure: Measure) -> Difference | None:
+def _difference(one: RunGroup, best: RunGroup, measure: Measure) -> Difference | None:
     gaps = paired_differences(one, best, measure)
     if len(gaps) > 1:
         return compare_over_seeds([gap.mean() for gap in gaps])

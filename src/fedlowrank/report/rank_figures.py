@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from . import chart
 from .formats import format_si, one_line
-from .groups import Group, measure_of, seed_of
+from .groups import RunGroup, measure_of, seed_of
 from .low_rank import RankCurve, downlink, model_size, rank_curves
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
@@ -26,7 +26,7 @@ CLIENTS = 20  # fewest clients for a violin: of a few, the box plot shows everyt
 
 
 @drawing()
-def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_ranks(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Rank of every low-rank weight against rounds, in percent of its first rank: a panel a weight."""
     found = [(group, mine) for group in groups if (mine := rank_curves(group))]
     names = list(dict.fromkeys(name for _, mine in found for name in mine))
@@ -82,7 +82,7 @@ def _first_to_last(ranks: Sequence[RankCurve]) -> str:
 
 
 @drawing()
-def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_downlink(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Bytes from the server to each participant against rounds, where they or the methods' ranks differ.
 
     From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to
@@ -137,7 +137,7 @@ def _format_change(sent: pd.DataFrame) -> str:
 
 
 @drawing()
-def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_relative_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Violin plot of each client's accuracy, or loss, minus that under a reference method, seeds pooled.
 
     The reference is FedAvg, else Standalone, else the first method.
@@ -205,7 +205,7 @@ def _draw_violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, 
     axes.vlines([median], y - 0.42, y + 0.42, color=style.color, linewidth=2.4)
 
 
-def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_model_size(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against the parameter count of a client's model, a marker for every series of every method."""
     measure = measure_of(groups)
     found: list[tuple[str, chart.Point]] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from .formats import one_line
 from .frame import section, unseen_clients
-from .groups import Group, seed_of
+from .groups import RunGroup, seed_of
 from .low_rank import adapter_row, last_ranks, model_size
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 from .metrics import COSTS
@@ -22,7 +22,7 @@ WORK = ("seconds_train", "seconds_server")
 Row = dict[str, Any]
 
 
-def comparison_row(group: Group) -> Row:
+def comparison_row(group: RunGroup) -> Row:
     """The row of a group: means over its seeds, as fractions, bytes, counts and seconds.
 
     Columns about a series other than the headline end in a point and its name. The paper's numbers are those
@@ -93,7 +93,7 @@ def comparison_row(group: Group) -> Row:
     return row | adapter_row(group) | trust_row(group)
 
 
-def _results(group: Group, measure: Measure) -> Row:
+def _results(group: RunGroup, measure: Measure) -> Row:
     """What a measure says about the headline of a group."""
     results = group.results(measure=measure)
     final = group.final(measure=measure)
@@ -115,7 +115,7 @@ def _results(group: Group, measure: Measure) -> Row:
     return {measure.column(name): value for name, value in row.items()}
 
 
-def _further_series(group: Group, name: str, end: str) -> Row:
+def _further_series(group: RunGroup, name: str, end: str) -> Row:
     """Columns of a series other than the headline, only those that it has."""
     reference = section(group.first.config, "reference")
     accuracy, loss = group.final(name, ACCURACY), group.final(name, LOSS)
@@ -128,7 +128,7 @@ def _further_series(group: Group, name: str, end: str) -> Row:
     return row
 
 
-def _model_size(group: Group, series: str | None, end: str) -> Row:
+def _model_size(group: RunGroup, series: str | None, end: str) -> Row:
     size = model_size(group, series) if series is not None else None
     mean, std = (size[0].mean, size[1].mean) if size else (None, None)
     return {f"parameters_model{end}": mean, f"parameters_model_std{end}": std}
@@ -143,7 +143,7 @@ def _reference_source(reference: Mapping[str, Any]) -> str:
     return f"{label} ({metric}: {', '.join(known)}; score ours by `fedlowrank score`)" if scores else label
 
 
-def _reference(group: Group, series: str | None, ours: float | None, end: str) -> Row:
+def _reference(group: RunGroup, series: str | None, ours: float | None, end: str) -> Row:
     """The paper's numbers for a series, and how far ours is from its accuracy."""
     reference = section(group.first.config, "reference")
     keys = [f"{group.method}.{series}"] if end else [group.method, f"{group.method}.{series}"]

@@ -11,7 +11,7 @@ from .formats import format_percent, one_line
 from .frame import find_collapse, routes_by_round, section, true_clusters, unseen_clients
 from .groups import (
     SECTIONS,
-    Group,
+    RunGroup,
     last_part,
     seed_of,
     settings_of,
@@ -22,7 +22,7 @@ from .measures import ACCURACY, LOSS
 from .trust import describe_trust
 
 
-def describe_setting(groups: Sequence[Group]) -> str:
+def describe_setting(groups: Sequence[RunGroup]) -> str:
     """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
     run = groups[0].first
     parts = {name: section(run.config, name) for name in SECTIONS}
@@ -81,7 +81,7 @@ def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
     return f"{value_text(values[name])} ({inner})" if inner else value_text(values[name])
 
 
-def find_warnings(groups: Sequence[Group]) -> list[str]:
+def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader must know before trusting the comparison of one experiment."""
     found = []
     for group in groups:
@@ -117,7 +117,7 @@ def find_warnings(groups: Sequence[Group]) -> list[str]:
     return found + collapse_warnings(groups) + _find_differences(groups)
 
 
-def collapse_warnings(groups: Sequence[Group]) -> list[str]:
+def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
     """A warning for each group with a router that chose one cluster for all clients, with what may help."""
     warnings = []
     for group in groups:
@@ -153,7 +153,7 @@ def _collapse(run: RunRecord) -> tuple[int, int, int, int] | None:
     return at, routes.shape[1], len(routes), cluster
 
 
-def _find_differences(groups: Sequence[Group]) -> list[str]:
+def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     """Settings, other than methods and what is varied, in which the runs of one experiment differ."""
     varied = {last_part(key) for group in groups for key, _ in group.vary}
     every = [settings_of(run.record) for group in groups for run in group.runs]
@@ -165,7 +165,7 @@ def _find_differences(groups: Sequence[Group]) -> list[str]:
     return [f"The runs differ in more than their methods: {'; '.join(found)}."] if found else []
 
 
-def warn_of_mixture(groups: Sequence[Group]) -> str:
+def warn_of_mixture(groups: Sequence[RunGroup]) -> str:
     """A warning if runs of several experiments stand on one page, else nothing."""
     names = list(dict.fromkeys(group.experiment for group in groups))
     if len(names) < 2:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from .formats import MISSING, format_p, format_si
-from .groups import Group
+from .groups import RunGroup
 from .measures import Measure
 from .metrics import Estimate
 from .paired import Family, Versus
@@ -87,7 +87,7 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
     )  # fmt: skip
 
 
-def _key(group: Group) -> tuple[str, str]:
+def _key(group: RunGroup) -> tuple[str, str]:
     return group.experiment, group.label
 
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from .formats import MISSING, one_line
-from .groups import Group, by_experiment, measure_of, value_text
+from .groups import RunGroup, by_experiment, measure_of, value_text
 from .measures import Measure
 from .paired import Family, make_families
 from .significance import ALPHA
 from .text_table import Column, TextTable
 
 
-def sweep_tables(groups: Sequence[Group], families: Sequence[Family] | None = None) -> list[TextTable]:
+def sweep_tables(groups: Sequence[RunGroup], families: Sequence[Family] | None = None) -> list[TextTable]:
     """One table for each set of settings that was varied together, over all experiments that varied them.
 
     Results that are not significantly worse than the best of their family are bold. ``families`` are those of
@@ -22,7 +22,7 @@ def sweep_tables(groups: Sequence[Group], families: Sequence[Family] | None = No
     families = make_families(groups) if families is None else families
     best = {(g.experiment, g.label) for family in families if family.others for g in family.not_worse}
     measures = {name: measure_of(members) for name, members in by_experiment(groups).items()}
-    found: dict[tuple[tuple[str, ...], Measure], list[Group]] = {}
+    found: dict[tuple[tuple[str, ...], Measure], list[RunGroup]] = {}
     for group in groups:
         if group.vary:
             keys = tuple(key for key, _ in group.vary)
@@ -32,9 +32,9 @@ def sweep_tables(groups: Sequence[Group], families: Sequence[Family] | None = No
 
 
 def _sweep_table(
-    keys: tuple[str, ...], measure: Measure, groups: Sequence[Group], best: Collection[tuple[str, str]]
+    keys: tuple[str, ...], measure: Measure, groups: Sequence[RunGroup], best: Collection[tuple[str, str]]
 ) -> TextTable:
-    cells: dict[tuple[tuple[str, ...], tuple[str, str]], Group] = {}
+    cells: dict[tuple[tuple[str, ...], tuple[str, str]], RunGroup] = {}
     for group in groups:
         cells.setdefault((_setting(group), (group.experiment, group.short)), group)
     columns = list(dict.fromkeys(column for _, column in cells))
@@ -93,11 +93,11 @@ def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _setting(group: Group) -> tuple[str, ...]:
+def _setting(group: RunGroup) -> tuple[str, ...]:
     return tuple(value_text(value) for _, value in group.vary)
 
 
-def _sort_settings(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+def _sort_settings(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
     """Settings by the first field, then the second, ...: numbers by size, others in the order given."""
     settings = {_setting(group): [value for _, value in group.vary] for group in groups}
     places: list[dict[str, float]] = []
@@ -108,7 +108,7 @@ def _sort_settings(groups: Sequence[Group]) -> list[tuple[str, ...]]:
     return sorted(settings, key=lambda one: [place[text] for place, text in zip(places, one, strict=True)])
 
 
-def _note(keys: Sequence[str], measure: Measure, groups: Sequence[Group]) -> str:
+def _note(keys: Sequence[str], measure: Measure, groups: Sequence[RunGroup]) -> str:
     seeds = {n for group in groups if (n := len(group.results()))}
     note = f"Mean {measure.noun} over clients at the last evaluated round"
     if max(seeds, default=1) > 1:

@@ -26,7 +26,7 @@ from .formats import (
     format_si_pair,
     one_line,
 )
-from .groups import Group, Target, group_runs
+from .groups import RunGroup, Target, group_runs
 from .low_rank import rank_tables, sizes_differ
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure, metric_title
 from .metrics import metric_row
@@ -43,7 +43,7 @@ from .text_table import to_markdown as table_to_markdown
 class Comparison:
     """The comparison of groups."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RunGroup, ...]
     frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
     blocks: Mapping[
         str, TextTable
@@ -77,7 +77,7 @@ def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Compar
     return compare(group_runs(runs, target))
 
 
-def compare(groups: Sequence[Group]) -> Comparison:
+def compare(groups: Sequence[RunGroup]) -> Comparison:
     """Compare groups."""
     families = make_families(groups)
     paired = paired_columns(families)

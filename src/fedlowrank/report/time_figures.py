@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from . import chart
 from .formats import format_seconds
-from .groups import Group, measure_of
+from .groups import RunGroup, measure_of
 from .style import Picture, Styles, add_legend, drawing, new_figure
 
 UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -17,7 +17,7 @@ UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
 @drawing()
-def plot_simulated_time(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_simulated_time(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy against the simulated seconds since the start, one line a method.
 
     The axis is logarithmic where the totals of methods differ widely.

@@ -12,9 +12,9 @@ from ..simulation.participants import round_half_up
 from ..simulation.records import RunRecord
 from .formats import format_number, one_line
 from .frame import hostile_clients, section, unseen_clients
-from .groups import Group
+from .groups import RunGroup
 from .measures import MEASURES
-from .metrics import Run, curve_over_seeds, estimate
+from .metrics import RunStatistics, curve_over_seeds, estimate
 
 RULES = {
     "median": "the median of each coordinate",
@@ -94,22 +94,22 @@ def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
     )
 
 
-def privacy_curve(group: Group) -> pd.DataFrame:
+def privacy_curve(group: RunGroup) -> pd.DataFrame:
     """ε spent after each round, over seeds; empty where nothing is private."""
     return _curve(group, "privacy", "epsilon")
 
 
-def clipping_curve(group: Group) -> pd.DataFrame:
+def clipping_curve(group: RunGroup) -> pd.DataFrame:
     """The clipping norm after each round, over seeds; empty where it is fixed."""
     return _curve(group, "clipping", "norm")
 
 
-def _curve(group: Group, kind: str, name: str) -> pd.DataFrame:
+def _curve(group: RunGroup, kind: str, name: str) -> pd.DataFrame:
     tables = [run.reported(kind) for run in group.runs]
     return curve_over_seeds(table[name] for table in tables if name in table)
 
 
-def hostile_weight(run: Run) -> float:
+def hostile_weight(run: RunStatistics) -> float:
     """Share of the weights of replies that a rule gave to hostile clients, mean over rounds, or NaN."""
     weights, hostile = run.reported("weight"), hostile_clients(run.record)
     if not hostile or weights.empty:
@@ -118,7 +118,7 @@ def hostile_weight(run: Run) -> float:
     return float((of_hostile / weights.sum(axis=1)).mean())
 
 
-def trust_row(group: Group) -> dict[str, float | None]:
+def trust_row(group: RunGroup) -> dict[str, float | None]:
     """Columns of the CSV about privacy and attacks; empty for runs without.
 
     ``accuracy_honest`` is the mean over honest clients that can train, ``accuracy_std_honest`` its standard
@@ -139,7 +139,7 @@ def trust_row(group: Group) -> dict[str, float | None]:
     return row | {name: found.mean for name, values in numbers.items() if (found := estimate(values))}
 
 
-def _last(run: Run, kind: str, name: str) -> float:
+def _last(run: RunStatistics, kind: str, name: str) -> float:
     """The last value of what a run reports; NaN if there is none."""
     table = run.reported(kind)
     return float(table[name].iloc[-1]) if name in table else math.nan

@@ -9,14 +9,14 @@ from matplotlib.ticker import MaxNLocator
 
 from . import chart
 from .frame import section
-from .groups import Group, measure_of
+from .groups import RunGroup, measure_of
 from .style import Picture, Styles, add_legend, drawing, new_figure
 from .trust import clipping_curve, is_replacing, privacy_curve
 
 STEPS = [1, 2, 2.5, 5, 10]
 
 
-def plot_privacy(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_privacy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Privacy spent against rounds, one line a method; None where nothing is private."""
     found = [group for group in groups if len(privacy_curve(group))]
     return chart.plot_lines(
@@ -31,7 +31,7 @@ def plot_privacy(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 
 @drawing()
-def plot_private_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_private_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Accuracy, or loss, against the privacy that was spent; None where nothing is private."""
     measure = measure_of(groups)
     tables = [(g, g.curve(measure=measure).join(privacy_curve(g)["mean"].rename("epsilon"))) for g in groups]
@@ -66,7 +66,7 @@ def plot_private_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | 
     )
 
 
-def plot_clipping_norm(groups: Sequence[Group], styles: Styles) -> Picture | None:
+def plot_clipping_norm(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """A clipping norm that follows the norms of updates, against rounds; None where none does."""
     return chart.plot_lines(
         [chart.Line(g, g.short, curve) for g in groups if len(curve := clipping_curve(g))], styles,
@@ -84,7 +84,7 @@ def _set_axis(axes: Axes, label: str, ends: Sequence[float]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
 
 
-def _describe_privacy(groups: Sequence[Group]) -> str:
+def _describe_privacy(groups: Sequence[RunGroup]) -> str:
     """Kinds, δ and relations of private runs: ε of different ones must not be compared."""
     texts: dict[str, list[str]] = {}
     for group in groups:

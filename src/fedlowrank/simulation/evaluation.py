@@ -22,7 +22,7 @@ from ..engines.base import AnyMethod, Engine
 from .client_metrics import Metric
 from .local_model import LocalModel, local_model
 from .records import Accuracy, RoundRecord
-from .scoring import Pool, Scores, concatenate, measure, measure_each, pool_of
+from .scoring import Scores, ScoringPool, concatenate, measure, measure_each, pool_of
 
 Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
 """Models, each with the clients that use it."""
@@ -108,8 +108,8 @@ class Evaluator:
         self.metrics = metrics or {}
         self._examples = [len(data.val) + len(data.test) for data in federation.clients]
         # of this evaluation and of the one before
-        self._pools: dict[tuple[int, ...], Pool] = {}
-        self._former_pools: dict[tuple[int, ...], Pool] = {}
+        self._pools: dict[tuple[int, ...], ScoringPool] = {}
+        self._former_pools: dict[tuple[int, ...], ScoringPool] = {}
         self._is_separable: dict[str, bool] = {}
         self._not_finite: set[int] = set()
 
@@ -238,7 +238,7 @@ class Evaluator:
                 return _measure(models, pool, self.metrics)
             return self._checked(models, pool)
 
-    def _checked(self, models: Models, pool: Pool) -> dict[str, Scores] | None:
+    def _checked(self, models: Models, pool: ScoringPool) -> dict[str, Scores] | None:
         """Scores by a module; None if it mixes examples of a batch or draws random numbers.
 
         Whether it does is found by comparing the scores of the first client that has examples with those
@@ -248,7 +248,7 @@ class Evaluator:
         place = next(k for k, (_, i) in enumerate(clients) if self._examples[i])
         first, i = clients[place]
         data = self.federation.clients[i]
-        alone = Pool([getattr(data, split) for split in SPLITS])
+        alone = ScoringPool([getattr(data, split) for split in SPLITS])
         own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
         is_equal = True
         with first.key.global_generators(data.train.y.device):
@@ -265,7 +265,7 @@ class Evaluator:
         logger.warning("model %s %s: it is evaluated client by client", first.model.name, why)
         return None
 
-    def _pool(self, clients: Sequence[int]) -> Pool | None:
+    def _pool(self, clients: Sequence[int]) -> ScoringPool | None:
         """The splits of clients, one after another; None where inputs cannot be concatenated."""
         key = tuple(clients)
         pool = self._former_pools.pop(key, None)
@@ -311,7 +311,7 @@ def as_table(found: ClientEvaluation) -> Evaluation:
     return Evaluation(table(found.accuracy), table(found.risk), routes, sizes, metrics)
 
 
-def _measure(models: Models, pool: Pool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
+def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
     """Scores of models on the splits of their clients, by series."""
     predictors = [(model.predictors, len(SPLITS) * len(infos)) for model, infos in models]
     return {

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError
 from ..trust.budget import LEDGER
-from ..trust.ledger import Ledger
+from ..trust.ledger import PrivacyLedger
 
 EVALUATIONS = 50
 """Evaluations that a run has at least, however much they cost."""
@@ -47,7 +47,7 @@ class Plan:
         if "plan" not in stored:
             rounds = rounds_of(folder)
             found = None if rounds is None else cls.of(rounds)
-            return found and cls(found.interval, Ledger(folder / LEDGER).noise)
+            return found and cls(found.interval, PrivacyLedger(folder / LEDGER).noise)
         try:
             found = cls(**stored["plan"])
             if type(found.interval) is not int or found.interval < 1:

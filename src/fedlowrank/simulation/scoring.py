@@ -31,7 +31,7 @@ FEW = 16
 """Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
 
 
-class Pool:
+class ScoringPool:
     """Sets of examples that are scored in one pass.
 
     Args:
@@ -53,13 +53,13 @@ class Pool:
         self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
 
 
-def pool_of(model: Model, parts: Sequence[Examples]) -> Pool:
+def pool_of(model: Model, parts: Sequence[Examples]) -> ScoringPool:
     """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
     is_long = any(len(part) > chunk_size(part) for part in parts)
-    return Pool(parts, at_once=is_long and mixes_examples(model))
+    return ScoringPool(parts, at_once=is_long and mixes_examples(model))
 
 
-def concatenate(parts: Sequence[Examples]) -> Pool | None:
+def concatenate(parts: Sequence[Examples]) -> ScoringPool | None:
     """Sets of examples as one, in the fastest memory layout; None where inputs are not tensors of one form."""
     filled = [part for part in parts if len(part)]
     inputs: list[Any] = [part.inputs for part in filled]
@@ -67,7 +67,9 @@ def concatenate(parts: Sequence[Examples]) -> Pool | None:
         return None
     if len({(x.shape[1:], x.dtype) for x in inputs}) > 1:
         return None
-    return Pool(parts, Examples(channels_last(torch.cat(inputs)), torch.cat([part.y for part in filled])))
+    return ScoringPool(
+        parts, Examples(channels_last(torch.cat(inputs)), torch.cat([part.y for part in filled]))
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Scores:
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
 
 
-def measure(predict: Predictor, pool: Pool, metrics: Mapping[str, Metric] | None = None) -> Scores:
+def measure(predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None) -> Scores:
     """Accuracy and mean loss of a predictor on each set of a pool; of language models over tokens.
 
     ``metrics`` are further ones by name, each computed from all scores of a set.
@@ -95,7 +97,9 @@ def measure(predict: Predictor, pool: Pool, metrics: Mapping[str, Metric] | None
 
 
 def measure_each(
-    predictors: Sequence[tuple[Predictor, int]], pool: Pool, metrics: Mapping[str, Metric] | None = None
+    predictors: Sequence[tuple[Predictor, int]],
+    pool: ScoringPool,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Scores:
     """Accuracy and mean loss of several predictors, each on the next sets of a pool.
 
@@ -155,12 +159,14 @@ def _further_metrics(
     }
 
 
-def all_scores(predict: Predictor, pool: Pool) -> Tensor:
+def all_scores(predict: Predictor, pool: ScoringPool) -> Tensor:
     """Scores of a predictor on one set of at least one example, ``[n, classes]`` or ``[n, d]``."""
     return torch.cat([predict(batch.x) for _, batch in _batches([(predict, 1)], pool)])
 
 
-def _batches(predictors: Sequence[tuple[Predictor, int]], pool: Pool) -> Iterator[tuple[Predictor, Batch]]:
+def _batches(
+    predictors: Sequence[tuple[Predictor, int]], pool: ScoringPool
+) -> Iterator[tuple[Predictor, Batch]]:
     """The examples of a pool in their order, each batch with its predictor."""
     lengths = iter(pool.lengths)
     counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]

@@ -27,14 +27,14 @@ from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.client_store import ClientStore
 from ..simulation.run import Run, State
-from ..simulation.scoring import Pool, measure
+from ..simulation.scoring import ScoringPool, measure
 from ..simulation.settings import RunSettings
 
 AnyMethod = Method[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """What one check found."""
 
     name: str
@@ -78,7 +78,7 @@ def federation(mixed: bool, seed: int = 0, clients: int = 5, scale: int = 1, shi
     return Federation.from_arrays(data, models, classes=3, seed=seed, rank=[2] * clients)
 
 
-def check_method(method: AnyMethod) -> list[Finding]:
+def check_method(method: AnyMethod) -> list[CheckFinding]:
     """Test a method against the contract of :mod:`fedlowrank.core.method`.
 
     Args:
@@ -95,7 +95,7 @@ def check_method(method: AnyMethod) -> list[Finding]:
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
             last = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
-        found.append(Finding(name, detail is None, detail or ""))
+        found.append(CheckFinding(name, detail is None, detail or ""))
     return found
 
 
@@ -298,7 +298,7 @@ def _mean_accuracy(run: Run) -> float:
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
         with torch.inference_mode():
-            found = measure(predict, Pool([data.train, data.val, data.test])).accuracy
+            found = measure(predict, ScoringPool([data.train, data.val, data.test])).accuracy
         shares += [share for share in found if share is not None]
     return sum(shares) / len(shares)
 

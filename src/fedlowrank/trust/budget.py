@@ -18,7 +18,7 @@ from .accounting import (
     noise_for,
     rounds_within,
 )
-from .ledger import Ledger
+from .ledger import PrivacyLedger
 from .settings import Privacy
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Budget:
         noise: float | None = None,
     ) -> None:
         self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
-        self.ledger = Ledger()
+        self.ledger = PrivacyLedger()
         # central: rounds in the ledger up to which a further one is known to keep to the budget
         self._room_until = 0
         self._delta = float(privacy.delta or 0)
@@ -107,7 +107,7 @@ class Budget:
         Raises:
             CheckpointError: if it cannot be read or lacks a round.
         """
-        self.ledger, self._room_until = Ledger(path), 0
+        self.ledger, self._room_until = PrivacyLedger(path), 0
         for t in range(done):
             self.require(t)
 
@@ -120,7 +120,7 @@ class Budget:
             )
 
     def charge(self, round: int, clip: float, clients: Iterable[int]) -> None:
-        """Charge a round before anything of it is released; see :meth:`Ledger.charge`.
+        """Charge a round before anything of it is released; see :meth:`PrivacyLedger.charge`.
 
         Raises:
             ConfigError: if the round would exceed a central budget; nothing is charged.

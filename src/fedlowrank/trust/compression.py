@@ -17,10 +17,10 @@ from ..core import tree
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.key import Key
 from ..core.tree import Params, TreeError
-from .stages import BFloat16, Int8, LowRank, Stage, TopK
+from .stages import BFloat16, Int8, LowRankStage, Stage, TopK
 
 _STAGES: dict[str, tuple[Any, Any, int, str]] = {
-    "low_rank": (LowRank, int, 0, "low_rank:RANK with a whole number of at least 1, such as low_rank:4"),
+    "low_rank": (LowRankStage, int, 0, "low_rank:RANK with a whole number of at least 1, such as low_rank:4"),
     "top_k": (TopK, float, 1, "top_k:SHARE with a share in (0, 1], such as top_k:0.05"),
     "bfloat16": (BFloat16, None, 2, "bfloat16"),
     "int8": (Int8, None, 2, "int8"),

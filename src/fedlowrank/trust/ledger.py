@@ -43,7 +43,7 @@ class Charge:
             )
 
 
-class Ledger:
+class PrivacyLedger:
     """Rounds that were charged, in memory and in an append-only file with one JSON line for each.
 
     Charge a round *before* anything of it is released: a line that was cut off by a kill then belongs to a

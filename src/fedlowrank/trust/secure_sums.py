@@ -127,7 +127,7 @@ class FixedPoint:
         return map_leaves(lambda path, _: totals[path], like)
 
 
-class Plan:
+class MaskingPlan:
     """Who shares masks with whom, and how many clients must reply, if m of them are present to share secrets.
 
     Attributes:
@@ -199,7 +199,7 @@ class MaskingClient:
 class MaskedSum:
     """The server's side: it knows the plan, public keys, masked vectors and, at last, revealed shares."""
 
-    def __init__(self, plan: Plan, public_keys: Mapping[int, bytes]) -> None:
+    def __init__(self, plan: MaskingPlan, public_keys: Mapping[int, bytes]) -> None:
         self._plan, self._public_keys, self.replied = plan, public_keys, set[int]()
         self._sum: Any = 0
 
@@ -259,7 +259,7 @@ class SecureAggregator(Aggregator):
         present = [c for c in clients if c not in absent]
         self.clipped, self.reason, self._order, self._missing, self._like = 0, "", clients, set(present), None
         self._grid = FixedPoint(settings, len(clients), largest_weight)
-        self._plan = Plan(len(clients), present, settings.threshold, key / "neighbors")
+        self._plan = MaskingPlan(len(clients), present, settings.threshold, key / "neighbors")
         self._clients = {c: MaskingClient(c, key / "client" / c, self._plan.least) for c in present}
         for owner, holders in self._plan.holders.items():
             shares = self._clients[owner].share(len(holders), self._plan.needed)

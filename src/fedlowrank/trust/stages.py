@@ -157,7 +157,7 @@ class TopK(Stage):
 
 
 @dataclass(frozen=True)
-class LowRank(Stage):
+class LowRankStage(Stage):
     """Truncate the singular value decomposition U S Vᵀ of each tensor as a matrix ``[d0, rest]``.
 
     A tensor becomes ``PATH/left``, (U √S)ᵀ ``[rank, d0]``, and ``PATH/right``, (V √S)ᵀ ``[rank, rest]``, so

@@ -5,16 +5,16 @@ used.
 """
 
 from .generate import Decoding, complete_prompts
-from .tasks import TASKS, Dolly, Format, Gsm8k, HumanEval, Perplexity, Score, ScoreTask
+from .tasks import TASKS, DollyTask, Format, Gsm8kTask, HumanEvalTask, PerplexityTask, Score, ScoreTask
 
 __all__ = [
     "TASKS",
     "Decoding",
-    "Dolly",
+    "DollyTask",
     "Format",
-    "Gsm8k",
-    "HumanEval",
-    "Perplexity",
+    "Gsm8kTask",
+    "HumanEvalTask",
+    "PerplexityTask",
     "Score",
     "ScoreTask",
     "complete_prompts",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .generate import truncate_at_stop
-from .sandbox import Limits, Run, run_program
+from .sandbox import ProgramLimits, ProgramRun, run_program
 
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Where a completion leaves the function that it was to complete (Chen et al. 2021, section 2.3)."""
@@ -22,9 +22,9 @@ COLUMNS = ("prompt", "entry_point", "test")
 def grade_completions(
     problems: Sequence[Mapping[str, str]],
     completions: Sequence[Sequence[str]],
-    limits: Limits,
+    limits: ProgramLimits,
     stop: Sequence[str] = STOP,
-) -> list[list[Run]]:
+) -> list[list[ProgramRun]]:
     """Run completions with the tests of their problems, each by :func:`run_program`.
 
     Args:
@@ -44,7 +44,7 @@ def build_program(problem: Mapping[str, str], completion: str) -> str:
     return f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
 
 
-def mean_pass_at_k(runs: Sequence[Sequence[Run]], k: int) -> float:
+def mean_pass_at_k(runs: Sequence[Sequence[ProgramRun]], k: int) -> float:
     """Mean of :func:`pass_at_k` over the problems."""
     return sum(pass_at_k(len(own), sum(run.passed for run in own), k) for own in runs) / len(runs)
 
@@ -56,7 +56,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return float(1 - np.prod(1 - k / np.arange(samples - correct + 1, samples + 1)))
 
 
-def describe_isolation(runs: Sequence[Sequence[Run]]) -> str:
+def describe_isolation(runs: Sequence[Sequence[ProgramRun]]) -> str:
     """Isolation of the programs, each way in which it differed between them once."""
     found = [run.isolation for own in runs for run in own]
     return " | ".join(sorted({"unknown: over too soon" if one is None else one.describe() for one in found}))

@@ -28,7 +28,7 @@ _TAIL = 1 << 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """What a program may use.
 
     Attributes:
@@ -81,7 +81,7 @@ class Isolation:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """How a program ended.
 
     Attributes:
@@ -100,7 +100,7 @@ class Run:
         return self.outcome == "passed"
 
 
-def run_program(program: str, limits: Limits) -> Run:
+def run_program(program: str, limits: ProgramLimits) -> ProgramRun:
     """Run a program on this machine to see whether it comes to its end without an error.
 
     The limits are no security boundary: the program can read what its user can read. It runs under ``python
@@ -135,17 +135,17 @@ def run_program(program: str, limits: Limits) -> Run:
         code, isolation = _run(path, limits, out, err)
         printed, complaints = _tail(out), _tail(err).strip()
     if code is None:
-        return Run("timed out", f"exceeded {limits.seconds:g} s", isolation)
+        return ProgramRun("timed out", f"exceeded {limits.seconds:g} s", isolation)
     if code == 0 and mark in printed:
-        return Run("passed", "", isolation)
+        return ProgramRun("passed", "", isolation)
     if code == 0:
-        return Run("failed", "ended before its last line", isolation)
+        return ProgramRun("failed", "ended before its last line", isolation)
     last = complaints.splitlines()[-1] if complaints else f"ended with code {code}"
-    return Run("failed", last[:500], isolation)
+    return ProgramRun("failed", last[:500], isolation)
 
 
 def _run(
-    program: Path, limits: Limits, out: IO[bytes], err: IO[bytes]
+    program: Path, limits: ProgramLimits, out: IO[bytes], err: IO[bytes]
 ) -> tuple[int | None, Isolation | None]:
     """The exit code, or None if time ran out; and its isolation."""
     reader, writer = os.pipe()

@@ -12,7 +12,7 @@ from ...core.field_checks import CheckedFields
 from ...data.text.table import read_file
 from . import gsm8k, humaneval, perplexity, rouge
 from .generate import Decoding, complete_prompts
-from .sandbox import Limits
+from .sandbox import ProgramLimits
 
 Format = Callable[[Mapping[str, str]], str]
 """The prompt of an instruction record with ``instruction`` and ``input`` (may be empty).
@@ -54,7 +54,7 @@ class ScoreTask(Protocol):
 
 
 @dataclass(frozen=True)
-class Gsm8k(CheckedFields):
+class Gsm8kTask(CheckedFields):
     """GSM8K (Cobbe et al. 2021): the share of questions whose last number is right.
 
     Attributes:
@@ -68,6 +68,8 @@ class Gsm8k(CheckedFields):
         limit: only so many records, the first; None takes all.
         decoding: greedy, by default.
     """
+
+    section = "gsm8k"
 
     path: str
     shots: int = 0
@@ -106,7 +108,7 @@ class Gsm8k(CheckedFields):
 
 
 @dataclass(frozen=True)
-class Dolly(CheckedFields):
+class DollyTask(CheckedFields):
     """Dolly (Databricks 2023): mean Rouge-L F of the answers to the instructions of a held-out category.
 
     Attributes:
@@ -117,6 +119,8 @@ class Dolly(CheckedFields):
         limit: only so many of these records, the first; None takes all.
         decoding: greedy with 128 new tokens, by default.
     """
+
+    section = "dolly"
 
     path: str
     category: str | None = None
@@ -147,7 +151,7 @@ class Dolly(CheckedFields):
 
 
 @dataclass(frozen=True)
-class HumanEval(CheckedFields):
+class HumanEvalTask(CheckedFields):
     """HumanEval (Chen et al. 2021): pass@1. Runs programs that the model wrote; not a security boundary.
 
     Attributes:
@@ -163,6 +167,8 @@ class HumanEval(CheckedFields):
         decoding: greedy, stopping where the function ends, by default.
     """
 
+    section = "humaneval"
+
     path: str
     execute: bool = False
     prompting: Literal["raw", "format"] = "raw"
@@ -170,7 +176,7 @@ class HumanEval(CheckedFields):
     samples: int = 1
     k: tuple[int, ...] = (1,)
     limit: int | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: ProgramLimits = field(default_factory=ProgramLimits)
     decoding: Decoding = Decoding(512, stop=humaneval.STOP)
 
     def __post_init__(self) -> None:
@@ -214,7 +220,7 @@ class HumanEval(CheckedFields):
 
 
 @dataclass(frozen=True)
-class Perplexity(CheckedFields):
+class PerplexityTask(CheckedFields):
     """Perplexity of texts: exp of the mean negative log-likelihood of a token.
 
     Attributes:
@@ -228,6 +234,8 @@ class Perplexity(CheckedFields):
         batch_size: rows at a time; the score does not depend on it.
         limit: only so many records, the first; None takes all.
     """
+
+    section = "perplexity"
 
     path: str
     text: str = "text"
@@ -277,5 +285,10 @@ def _read_records(
     ]
 
 
-TASKS: dict[str, type] = {"gsm8k": Gsm8k, "dolly": Dolly, "humaneval": HumanEval, "perplexity": Perplexity}
+TASKS: dict[str, type] = {
+    "gsm8k": Gsm8kTask,
+    "dolly": DollyTask,
+    "humaneval": HumanEvalTask,
+    "perplexity": PerplexityTask,
+}
 """Tasks by name; the fields of each class are its settings."""
