@@ -18,7 +18,7 @@ from ..config.comparison import PlannedRun, plan_runs, read_varied, refuse_confl
 from ..config.experiment import ExperimentConfig
 from ..config.merging import LaidTables, parse_overrides
 from ..config.stored_run import open_run, read_run_config
-from ..config.unread import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread
+from ..config.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
 from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
 from ..core.files import as_checkpoint_error
 from ..data.describe import class_count_figure, class_count_table, class_counts
@@ -105,7 +105,7 @@ def compare(
         *(("seeds", "run.seed") if seeds else ("run.seed",) if base.seeds else ()),
         *(("vary",) if vary else ()),
     ]
-    refuse_unread(laid, {"tune": TUNE, **{path: COMPARED[path] for path in named}})
+    refuse_unread_overrides(laid, {"tune": TUNE, **{path: COMPARED[path] for path in named}})
     _mention_network(base, [*overrides, *(vary or base.vary)])
     numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
@@ -185,7 +185,7 @@ def resume(
     laid, name = LaidTables(stored["experiment"], parse_overrides(overrides)), stored["method"]["name"]
     experiment = ExperimentConfig.parse_laid(laid, methods=[name], allow_code=allow_code)
     method = dict.fromkeys(("method", "compare"), f"the run is one of {name}.")
-    refuse_unread(laid, {**SEVERAL_RUNS, **method})
+    refuse_unread_overrides(laid, {**SEVERAL_RUNS, **method})
     if changes := experiment.changes_from(stored, name, stored["vary"]):
         # sooner than simulate refuses it, and in the words of the file
         raise CheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.experiment import ExperimentConfig
 from ..config.merging import LaidTables
-from ..config.unread import SEVERAL_RUNS, refuse_unread
+from ..config.unread_overrides import SEVERAL_RUNS, refuse_unread_overrides
 from ..report import comparison, render_terminal
 from ..simulation.records import RunRecord
 from .terminal import OUT
@@ -25,13 +25,13 @@ def read_one(file: Path, overrides: Sequence[str], method: str | None) -> tuple[
     laid = LaidTables.read(file, overrides)
     experiment = ExperimentConfig.parse_laid(laid, method)
     name = experiment.choose_method(method)
-    experiment.refuse_unread(laid, [name])
+    experiment.refuse_overrides_of_other_methods(laid, [name])
     unread = {**SEVERAL_RUNS, "method": f"--method is {method}"} if method else dict(SEVERAL_RUNS)
     if experiment.method or method:
         unread["compare"] = (
             f"the method that runs is {name}. Choose another one by --method, or use `fedlowrank compare`."
         )
-    refuse_unread(laid, unread)
+    refuse_unread_overrides(laid, unread)
     return experiment, name
 
 

@@ -20,7 +20,7 @@ from ..config.tuning import (
     settings_of,
     tuned_experiment,
 )
-from ..config.unread import COMPARED, refuse_unread
+from ..config.unread_overrides import COMPARED, refuse_unread_overrides
 from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_checkpoint_error, write_atomically
 from ..report.text_table import to_rich
@@ -42,13 +42,13 @@ def tune(
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     laid = LaidTables.read(file, overrides)
     experiment = ExperimentConfig.parse_laid(laid)
-    experiment.refuse_unread(laid, experiment.compared_methods)
+    experiment.refuse_overrides_of_other_methods(laid, experiment.compared_methods)
     unread = {
         "seeds": SEEDS,
         "run.seed": SEEDS,
         **({"method": COMPARED["method"]} if experiment.compare else {}),
     }
-    refuse_unread(laid, unread)
+    refuse_unread_overrides(laid, unread)
     out = out or Path("runs") / f"{experiment.name}{TUNED}"
     tuned = tune_experiment(experiment, out, jobs, force)
     if tuned is None:

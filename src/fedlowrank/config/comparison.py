@@ -51,7 +51,7 @@ def read_varied(laid: LaidTables, vary: Sequence[str], methods: Sequence[str]) -
         laid = _join_varied(laid, first)
     asked = methods[0] if methods else None
     experiment = ExperimentConfig.parse_laid(laid, asked, methods)
-    experiment.refuse_unread(laid, methods or experiment.compared_methods)
+    experiment.refuse_overrides_of_other_methods(laid, methods or experiment.compared_methods)
     return experiment
 
 

@@ -43,7 +43,7 @@ from .parsing import (
 )
 from .reference import Reference
 from .tune_section import TuneSettings
-from .unread import refuse_unread_methods
+from .unread_overrides import refuse_overrides_of_other_methods
 
 TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
     "partition": (PARTITIONS, DEFAULT_TAGS["partition"]),
@@ -188,13 +188,13 @@ class ExperimentConfig(pydantic.BaseModel):
         merged = laid.merge()
         _leave_out_unread(merged, laid.overrides)
         made = cls.parse(merged, allow_code, method)
-        made.refuse_unread(laid, methods or ([method] if method else made.named_methods))
+        made.refuse_overrides_of_other_methods(laid, methods or ([method] if method else made.named_methods))
         return made
 
-    def refuse_unread(self, laid: LaidTables, names: Sequence[str]) -> None:
-        """Refuse overrides of methods other than the named ones; see :mod:`.unread`."""
+    def refuse_overrides_of_other_methods(self, laid: LaidTables, names: Sequence[str]) -> None:
+        """Refuse overrides of methods other than the named ones; see :mod:`.unread_overrides`."""
         given = {name: own.model_extra or {} for name, own in self.methods.items()}
-        refuse_unread_methods(laid.overrides, given, names)
+        refuse_overrides_of_other_methods(laid.overrides, given, names)
 
     def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
         """Parse this experiment with nested tables laid over it.

@@ -25,7 +25,7 @@ COMPARED = {
 """Overrides that a comparison does not read where something else says what runs, and why."""
 
 
-def refuse_unread_methods(
+def refuse_overrides_of_other_methods(
     overrides: Mapping[str, Any], methods: Mapping[str, Collection[str]], names: Collection[str]
 ) -> None:
     """Refuse overrides of methods that do not run, and defaults that every method has its own value of.
@@ -53,7 +53,7 @@ def refuse_unread_methods(
             )
 
 
-def refuse_unread(laid: LaidTables, unread: Mapping[str, str]) -> None:
+def refuse_unread_overrides(laid: LaidTables, unread: Mapping[str, str]) -> None:
     """Refuse overrides that a command does not read.
 
     Args:
