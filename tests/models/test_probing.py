@@ -23,6 +23,31 @@ X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 3
 
 
+class Counting(nn.Module):
+    """Counts the calls of a model with a head, or without one."""
+
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.body, self.last, self.calls = nn.Linear(4, 5), last, [0]
+        self.add_module(last, nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        scores: Tensor = self.get_submodule(self.last)(self.body(x).tanh())
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("last", "passes"),
+    # of a model: does it take the example, is there a gradient; of a head: what reaches it, and with other values
+    [("out", 2), ("head", 4)],
+)
+def test_a_federation_makes_no_pass_twice(last: str, passes: int) -> None:
+    model = Counting(last)
+    Federation.from_arrays([(X, Y), (X, Y)], model)
+    assert model.calls[0] == passes
+
+
 class Restless(nn.Module):
     """Changes buffers, attributes and generators in every call."""
 

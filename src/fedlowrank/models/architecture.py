@@ -488,8 +488,10 @@ def build_architecture(
 
         module = build_module(make, key)
         made = Architecture(name, module, example, head)
-        with torch.inference_mode():
-            made.probe(example)
+        if made.head_name is None:
+            # where there is a head, the check of the split has made this pass
+            with torch.inference_mode():
+                made.probe(example)
         if wrong := [n for n, p in made.initial.items() if not bool(torch.isfinite(p).all())]:
             raise TaskError(
                 f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}"
