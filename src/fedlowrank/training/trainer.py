@@ -263,8 +263,7 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
     """The loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
         value = work.loss(batch)
-        grads = work.gradient(value)
-        return value.detach(), grads
+        return value.detach(), work.gradient(value)
     weights, device = batch.weights, batch.y.device
     total = torch.zeros((), device=device)
     grads: list[Tensor | None] = [None] * len(work.params)
