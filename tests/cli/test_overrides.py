@@ -39,7 +39,7 @@ def test_overrides_that_switch_kinds_hold_in_every_order() -> None:
     for order in itertools.permutations(texts):
         made = read(*order)
         assert made.partition == Dirichlet(clients=4, alpha=0.25)
-        assert made.build_method("fedavg").optimizer == AdamW(beta1=0.5)
+        assert made.build_method("fedavg").optimizer == AdamW(lr=0.1, beta1=0.5)
 
 
 def test_a_wrong_value_is_refused_in_every_order(capsys: Capsys) -> None:
@@ -58,9 +58,69 @@ def test_a_kind_that_the_file_has_by_default_keeps_its_table() -> None:
 
 
 def test_another_kind_says_what_it_discards_of_the_file(caplog: pytest.LogCaptureFixture) -> None:
+    text = SMALL.replace('kind = "iid"', 'kind = "dirichlet"\nalpha = 0.5')
     with caplog.at_level("INFO", "fedlowrank.config"):
-        read("partition.kind=dirichlet", "partition.alpha=0.5")
-    assert "another kind of partition is chosen: of the file, clients = 3 no longer holds" in caplog.text
+        laid = LaidTables.read(Path(write(Path(), text)), ["partition.kind=iid"])
+        assert laid.join(["run.rounds=1"]).merge() == {
+            **laid.merge(),
+            "run": {**laid.tables["run"], "rounds": 1},
+        }
+    # once, whatever the number of runs
+    assert [record.getMessage() for record in caplog.records] == [
+        "partition.kind = 'iid' is laid over the file, whose partition.alpha = 0.5 nothing reads then"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "override", "read_too", "kind"),
+    [
+        ("[run.attack]\nkind = 'scaled'\nshare = 0.4\nstrength = 3.0\n", "run.attack.kind=label_flip", "share", "kind"),
+        (
+            "[run.privacy]\nkind = 'central'\nnoise = 2.0\ndelta = 1e-3\n[run.clipping]\nnorm = 1.0\n",
+            "run.privacy.kind=local",
+            "noise",
+            "kind",
+        ),
+        ("[partition]\nkind = 'dirichlet'\nclients = 4\nalpha = 0.2\n", "partition.kind=equal_dirichlet", "alpha", "kind"),
+        ("[partition]\nkind = 'dirichlet'\nclients = 4\nalpha = 0.2\n", "partition.kind=iid", "clients", "kind"),
+        ("[split]\nkind = 'whole_test'\nval = 0.3\n", "split.kind=own_test", "val", "kind"),
+        ("[concept]\nkind = 'rotation'\nclusters = 2\n", "concept.kind=label_shift", "clusters", "kind"),
+        ("[data]\nsource = 'iris'\nexamples = 50\n", "data.source=digits", "examples", "source"),
+        ("[defaults.optimizer]\nlr = 0.3\nmomentum = 0.9\n", "defaults.optimizer.kind=adamw", "lr", "kind"),
+        (
+            "[defaults.optimizer.schedule]\nkind = 'step'\nfactor = 0.5\nevery = 3\nwarmup = 2\n",
+            "defaults.optimizer.schedule.kind=exponential",
+            "warmup",
+            "kind",
+        ),
+    ],
+)  # fmt: skip
+def test_a_switch_keeps_the_fields_that_its_new_value_reads(
+    table: str, override: str, read_too: str, kind: str
+) -> None:
+    """In an override, in a variation and in a file that extends another one."""
+    name, _, value = override.partition("=")
+    section = name.rpartition(".")[0]
+    text, file = f"method = 'fedavg'\n{table}", Path("base.toml")
+    file.write_text(text)
+    Path("more.toml").write_text(f"extends = 'base.toml'\n[{section}]\n{kind} = '{value}'\n")
+    wanted: Any = tomllib.loads(text)
+    for part in section.split("."):
+        wanted = wanted[part]
+    planned = plan_runs(
+        read(text=text), ["fedavg"], [0], [f"{name}={value}"], Path("out"), LaidTables.read(file)
+    )
+    for made in (read(override, text=text), ExperimentConfig.read("more.toml"), planned[0].experiment):
+        found: Any = made.to_dict()
+        for part in section.split("."):
+            found = found[part]
+        assert (found[kind], found[read_too]) == (value, wanted[read_too])
+
+
+def test_a_switch_discards_no_misspelled_field() -> None:
+    text = SMALL.replace("[partition]", "[partition]\nclientz = 4")
+    with pytest.raises(ConfigError, match=r"partition\.clientz"):
+        read("partition.kind=dirichlet", text=text)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +246,7 @@ def test_a_setting_of_a_grid_is_laid_over_in_every_order() -> None:
     for order in itertools.permutations(values):
         tables = {"methods": {"fedavg": lay_values(made, "fedavg", dict(order))}}
         method = made.overlay(tables).build_method("fedavg")
-        assert (method.optimizer, method.epochs) == (AdamW(beta1=0.5), 2)
+        assert (method.optimizer, method.epochs) == (AdamW(lr=0.1, beta1=0.5), 2)
 
 
 def test_resume_reads_every_override(capsys: Capsys) -> None:

@@ -19,10 +19,11 @@ from ..data.shakespeare import Shakespeare
 from ..data.sources import SOURCES
 from ..data.synthetic import LowRankTeacher, Synthetic
 from ..data.text.sources import TEXT_SOURCES
-from .merging import DEFAULT_TAGS
 from .parsing import build, build_tagged, print_fields, print_tagged, refuse_misspelled_tag
 
 T = TypeVar("T")
+DEFAULT_SOURCE = "digits"
+"""The source of a section that names none."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class DataSettings:
             raise ConfigError(f"data must be a table of fields, not {values!r}")
         refuse_misspelled_tag(values, "data", "source")
         name, shared = (
-            str(values.get("source", DEFAULT_TAGS["data"])),
+            str(values.get("source", DEFAULT_SOURCE)),
             {f.name for f in dataclasses.fields(Preparation)},
         )
         if name in TEXT_SOURCES and not language:
@@ -100,7 +101,7 @@ class DataSettings:
             )
         own = {key: value for key, value in values.items() if key not in shared}
         known = TEXT_SOURCES if language else SOURCES
-        source = build_tagged(known, own, "data", DEFAULT_TAGS["data"], "source", sorted(shared))
+        source = build_tagged(known, own, "data", DEFAULT_SOURCE, "source", sorted(shared))
         return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
 
     def to_dict(self, short: bool) -> dict[str, Any]:

@@ -26,10 +26,11 @@ from ..methods import METHODS
 from ..models.zoo import ModelSettings
 from ..simulation.run_folder import changes_of
 from ..simulation.settings import RunSettings
+from .alternatives import SECTIONS
 from .assembly import Shares, assemble, load_language, share_data
 from .data_section import DataSettings
 from .lora_section import LoraSettings, PeftSettings
-from .merging import DEFAULT_TAGS, LaidTables, format_toml, merge_tables
+from .merging import LaidTables, format_toml, merge_tables
 from .network_settings import NetworkSettings
 from .parsing import (
     CONFIG_ERROR,
@@ -46,9 +47,9 @@ from .tune_section import TuneSettings
 from .unread_overrides import refuse_overrides_of_other_methods
 
 TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
-    "partition": (PARTITIONS, DEFAULT_TAGS["partition"]),
-    "split": (SPLITS, DEFAULT_TAGS["split"]),
-    "concept": (CONCEPTS, DEFAULT_TAGS["concept"]),
+    "partition": (PARTITIONS, SECTIONS["partition"].default),
+    "split": (SPLITS, SECTIONS["split"].default),
+    "concept": (CONCEPTS, SECTIONS["concept"].default),
 }
 """Sections whose entry ``kind`` chooses among several dataclasses: these, and the default."""
 
@@ -185,9 +186,7 @@ class ExperimentConfig(pydantic.BaseModel):
         Raises:
             ConfigError: if something is wrong, or nothing reads an override.
         """
-        merged = laid.merge()
-        _leave_out_unread(merged, laid.overrides)
-        made = cls.parse(merged, allow_code, method)
+        made = cls.parse(laid.merge(), allow_code, method)
         made.refuse_overrides_of_other_methods(laid, methods or ([method] if method else made.named_methods))
         return made
 
@@ -204,7 +203,6 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         merged = self.to_dict()
         merge_tables(merged, tables)
-        _leave_out_unread(merged, tables)
         return self.parse(merged, self._allow_code)
 
     def to_dict(self) -> dict[str, Any]:
@@ -407,23 +405,6 @@ class ExperimentConfig(pydantic.BaseModel):
         for tables, experiment in ((before, whole), (now, self)):
             tables |= experiment.model_dump(mode="json", include=set(_DESCRIBED))
         return changes_of(before, now, method)
-
-
-def _leave_out_unread(merged: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Leave out of the sections of ``run`` what a switch that is laid over them does not read."""
-    given = over.get("run")
-    if not isinstance(given, Mapping):
-        return
-    for field in dataclasses.fields(RunSettings):
-        own, switch = given.get(field.name), getattr(field.default, "switch", None)
-        if switch is None or not isinstance(own, Mapping) or switch.field not in own:
-            continue
-        section = merged["run"][field.name]
-        merged["run"][field.name] = {
-            name: value
-            for name, value in section.items()
-            if name in own or switch.is_read(name, own[switch.field])
-        }
 
 
 def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, Any, Any]]:

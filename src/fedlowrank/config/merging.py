@@ -13,22 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
+from .alternatives import find_alternatives
 from .toml_files import advise_path, find_escaped_path, read_toml
 
 logger = logging.getLogger(__name__)
-
-
-DEFAULT_TAGS: Mapping[str, str] = {
-    "partition": "iid",
-    "split": "local",
-    "concept": "none",
-    "data": "digits",
-    "schedule": "constant",
-    "privacy": "none",
-    "attack": "none",
-    "form": "auto",
-}
-"""The ``kind`` or ``source`` of a table that names none, by the name of the table; that of optimizers is sgd."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +26,12 @@ class LaidTables:
     Attributes:
         tables: of the file and those that it extends.
         overrides: nested tables of all overrides; no field is in them twice.
+        logged: messages of the log, of which each is written once.
     """
 
     tables: Mapping[str, Any]
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> LaidTables:
@@ -62,7 +52,7 @@ class LaidTables:
         joined = copy.deepcopy(dict(self.overrides))
         for text in overrides:
             _join(joined, parse_override(text), "")
-        return LaidTables(self.tables, joined)
+        return LaidTables(self.tables, joined, self.logged)
 
     def overrides_field(self, name: str) -> bool:
         """Whether an override sets a field, given by its dotted name, or a part of it."""
@@ -76,13 +66,10 @@ class LaidTables:
     def merge(self) -> dict[str, Any]:
         """Merge the tables with the overrides laid over them, unchecked; log what these discard."""
         merged = _expand_grids(self.tables)
-        for path, old in merge_tables(merged, _expand_grids(self.overrides)).items():
-            if lost := [
-                f"{name} = {value!r}" for name, value in old.items() if name not in ("kind", "source")
-            ]:
-                logger.info(
-                    f"another kind of {path} is chosen: of the file, {', '.join(lost)} no longer holds"
-                )
+        for text in merge_tables(merged, _expand_grids(self.overrides)):
+            if text not in self.logged:
+                self.logged.add(text)
+                logger.info(text)
         return merged
 
 
@@ -103,14 +90,16 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return found
     merged = _read_file(path.parent / str(base), (*above, path.resolve()))
-    merge_tables(merged, found)
+    for text in merge_tables(merged, found):
+        logger.info(text)
     return merged
 
 
-def merge_tables(
-    into: dict[str, Any], new: Mapping[str, Any], path: str = ""
-) -> dict[str, Mapping[str, Any]]:
-    """Lay nested tables over others, in place; one that changes its ``kind`` or ``source`` starts afresh.
+def merge_tables(into: dict[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """Lay nested tables over others, in place.
+
+    Of a table that gets another ``kind``, ``source`` or value of another switch, the fields stay that are read
+    with it, too, and the others are left out.
 
     Args:
         into: the tables below.
@@ -118,25 +107,22 @@ def merge_tables(
         path: of both.
 
     Returns:
-        The tables that start afresh as they were before, by their path.
+        A line for each table of which fields are left out.
     """
-    afresh: dict[str, Mapping[str, Any]] = {}
+    lines = []
     for key, value in new.items():
         old, here = into.get(key), f"{path}.{key}" if path else key
         if not isinstance(old, dict) or not isinstance(value, Mapping):
             into[key] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
-        elif _changes_tag(key, old, value):
-            into[key], afresh[here] = copy.deepcopy(dict(value)), old
-        else:
-            afresh |= merge_tables(old, value, here)
-    return afresh
-
-
-def _changes_tag(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether a table becomes one of another kind; a list of kinds, as in a grid, is a value like any other."""
-    default = "sgd" if name.endswith("optimizer") else DEFAULT_TAGS.get(name)
-    tags = [tag for tag in ("kind", "source") if isinstance(new.get(tag), str)]
-    return any(old.get(tag, default) != new[tag] for tag in tags)
+            continue
+        if (found := find_alternatives(here)) and (unread := found.unread(old, value)):
+            lost = ", ".join(f"{here}.{name} = {old.pop(name)!r}" for name in unread)
+            tag = found.switch.field
+            lines.append(
+                f"{here}.{tag} = {value[tag]!r} is laid over the file, whose {lost} nothing reads then"
+            )
+        lines += merge_tables(old, value, here)
+    return lines
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:

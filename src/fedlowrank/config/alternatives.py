@@ -1,0 +1,85 @@
+"""Tables of an experiment file in which one field says which of the others are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..core.optimizer import SGD, AdamW, Schedule
+from ..core.switch import Switch
+from ..data.concept import CONCEPTS
+from ..data.partition import PARTITIONS
+from ..data.sources import SOURCES
+from ..data.split import SPLITS
+from ..data.text.sources import TEXT_SOURCES
+from ..trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
+from .data_section import DEFAULT_SOURCE, Preparation
+
+
+class Alternatives(NamedTuple):
+    """What a table is read as, by the value of one of its fields.
+
+    Attributes:
+        default: the value where the table names none.
+        switch: the field, and for each of the others the values with which it is read.
+    """
+
+    default: Any
+    switch: Switch
+
+    def unread(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+        """The fields of a table that it no longer reads with a new one laid over it, which does not give them.
+
+        A field that no value reads is not among them, so that a misspelled one is still an error.
+        """
+        tag = self.switch.field
+        # a list, as in a grid, is a value like any other
+        if tag not in new or isinstance(new[tag], list | Mapping) or new[tag] == old.get(tag, self.default):
+            return []
+        return [n for n in old if n != tag and n not in new and not self.switch.is_read(n, new[tag])]
+
+
+def _of_classes(
+    known: Mapping[str, type[Any]], default: str, tag: str = "kind", also: type[Any] | None = None
+) -> Alternatives:
+    """The alternatives of a table that is made into one of several dataclasses, and into one besides."""
+    always = {tag} if also is None else {tag, *(field.name for field in dataclasses.fields(also))}
+    reads: dict[str, tuple[str, ...]] = {}
+    for value, cls in known.items():
+        for field in dataclasses.fields(cls):
+            reads[field.name] = (*reads.get(field.name, ()), value)
+    return Alternatives(default, Switch(tag, {name: v for name, v in reads.items() if name not in always}))
+
+
+def _of_switch(cls: Any) -> Alternatives:
+    """The alternatives of settings that have a switch among their fields."""
+    return Alternatives(getattr(cls(), cls.switch.field), cls.switch)
+
+
+SECTIONS: Mapping[str, Alternatives] = {
+    "data": _of_classes({**SOURCES, **TEXT_SOURCES}, DEFAULT_SOURCE, "source", Preparation),
+    "partition": _of_classes(PARTITIONS, "iid"),
+    "split": _of_classes(SPLITS, "local"),
+    "concept": _of_classes(CONCEPTS, "none"),
+    "run.compression": _of_switch(Compression),
+    "run.clipping": _of_switch(Clipping),
+    "run.privacy": _of_switch(Privacy),
+    "run.robust": _of_switch(Robust),
+    "run.attack": _of_switch(Attack),
+    "run.secure": _of_switch(SecureSums),
+}
+"""Sections by their path."""
+
+_OPTIMIZER = _of_classes({"sgd": SGD, "adamw": AdamW}, "sgd")
+_TABLES: Mapping[str, Alternatives] = {
+    "schedule": _of_switch(Schedule),
+    "form": Alternatives("auto", Switch("kind", {"cap": ("capped",)})),
+}
+"""Tables in other ones, by their name."""
+
+
+def find_alternatives(path: str) -> Alternatives | None:
+    """The alternatives of the table of a path, such as ``defaults.optimizer``; None for one without a switch."""
+    name = path.rpartition(".")[2]
+    return SECTIONS.get(path) or _TABLES.get(name) or (_OPTIMIZER if name.endswith("optimizer") else None)
