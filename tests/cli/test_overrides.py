@@ -277,3 +277,43 @@ def test_a_score_reads_every_override(capsys: Capsys) -> None:
     arguments = ["score", "nowhere", "limit=1", "limit=2", "--task", "perplexity"]
     assert main(arguments) == 1
     assert "limit is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ("[run]\nrounds = '2'", "run.rounds: input should be a valid integer; it is '2'. Write rounds = 2 without"),
+        ("[run]\nparticipation = '0.5'", "Write participation = 0.5 without quotes"),
+        ("[run]\nkeep_best = 'True'", "Write keep_best = true without quotes"),
+        ("[run]\nkeep_best = 1", "run.keep_best: input should be a valid boolean; it is 1"),
+        ("[run]\nadapters = [1, '2']", "run.adapters: input should be a valid integer; it is '2'"),
+        ("[run.robust]\nrule = 'krum'\nhostile = '0.3'", "run.robust.hostile"),
+        ("[defaults]\nepochs = '2'", "epochs: input should be a valid integer; it is '2'"),
+        ("[defaults.optimizer.groups.head]\nlr = '0.1'", "optimizer.groups.head.lr"),
+        ("[methods.fedit]\ntuning.rank = '4'", "methods.fedit.tuning.rank"),
+        ("[model]\nhidden = ['9']", "model.hidden"),
+        ("[partition]\nclients = '3'", "partition.clients"),
+        ("[data]\nexamples = '20'", "data.examples"),
+        ("[lora]\nlora_alpha = '8'\nr = 4", "lora.lora_alpha"),
+        ("[network.limits]\nban_after = '8'", "network.limits.ban_after"),
+        ("[tune]\nrounds = '8'", "tune.rounds"),
+        ("seeds = [0, '1']", "seeds: input should be a valid integer; it is '1'"),
+    ],
+)  # fmt: skip
+def test_a_file_has_types_and_text_is_no_number(table: str, says: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        ExperimentConfig.parse(tomllib.loads(f"method = 'fedavg'\n{table}"))
+    assert says in str(found.value)
+
+
+def test_a_command_line_is_text() -> None:
+    made = read(
+        "run.participation=.5",
+        "run.rounds=2",
+        "defaults.optimizer.lr=1.",
+        "defaults.drop_last=True",
+        "name=007",
+    )
+    method = made.build_method("fedavg")
+    assert (made.run.participation, made.run.rounds, made.name) == (0.5, 2, "007")
+    assert (method.optimizer.lr, method.drop_last) == (1.0, True)

@@ -36,11 +36,10 @@ from .parsing import (
     CONFIG_ERROR,
     build,
     build_tagged,
-    classes_in,
     config_error,
     print_fields,
     print_tagged,
-    refuse_booleans,
+    refuse_conversions,
 )
 from .reference import Reference
 from .tune_section import TuneSettings
@@ -243,8 +242,8 @@ class ExperimentConfig(pydantic.BaseModel):
         """Hand errors of a section to pydantic, which collects those of all sections in their order."""
         name = str(info.field_name)
         try:
-            for section in classes_in(cls.model_fields[name].annotation) if name not in TAGGED else ():
-                refuse_booleans(section, value, name)
+            if name not in (*TAGGED, "data", "lora"):
+                refuse_conversions(cls.model_fields[name].annotation, value, name)
             return check(value)
         except ConfigError as error:
             raise PydanticCustomError(CONFIG_ERROR, "{text}", {"text": str(error)}) from error

@@ -17,6 +17,8 @@ from .alternatives import find_alternatives
 from .toml_files import advise_path, find_escaped_path, read_toml
 
 logger = logging.getLogger(__name__)
+_LIKE_TOML = re.compile(r"(?P<truth>[Tt]rue|[Ff]alse|TRUE|FALSE)|[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
+"""What a command line takes for a value though TOML writes it in another way: True, .5 and 5."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +233,12 @@ def parse_value(text: str, name: str = "value") -> Any:
     Raises:
         ConfigError: if the text begins a quoted string and is none, or nests too deeply.
     """
+    found: Any
     try:
         found = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError as error:
+        if (found := _LIKE_TOML.fullmatch(text)) is not None:
+            return text.lower() == "true" if found["truth"] else float(text)
         if len(text) > 1 and text[0] == text[-1] == '"':
             raise ConfigError(f"{name}={text} is no text of TOML. {advise_path(text[1:-1])}") from error
         return text

@@ -8,7 +8,8 @@ import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 
@@ -38,7 +39,7 @@ def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | N
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
-    refuse_booleans(cls, values, path)
+    refuse_conversions(cls, values, path)
     try:
         found: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
@@ -90,35 +91,77 @@ def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> Non
         )
 
 
-def refuse_booleans(cls: type[Any], values: Any, path: str) -> None:
-    """Refuse true and false where a number is needed; pydantic takes them for 1 and 0.
+def refuse_conversions(hint: Any, value: Any, path: str) -> None:
+    """Refuse values of another type that pydantic would convert: ``"2"`` or true for a number, 1 for true.
 
     Args:
-        cls: a dataclass or pydantic model.
-        values: its table; of another form it is left to pydantic.
-        path: of the table, for messages.
+        hint: the type that the value is read as, such as a dataclass of a table.
+        value: of a file; of another form than the type it is left to pydantic.
+        path: of the value, for messages.
+
+    Raises:
+        ConfigError: naming the first such value and what to write.
     """
-    if not isinstance(values, Mapping):
-        return
-    hints = typing.get_type_hints(cls)
-    for name in _field_names(cls):
-        value, kinds = values.get(name), set(_plain_types(hints[name]))
-        numbers = kinds & {int, float} if bool not in kinds else set()
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, bool) and numbers:
-                kind = "integer" if float not in numbers else "number"
-                raise ConfigError(f"{path}.{name}: input should be a valid {kind}; it is {item!r}")
-        for inner in classes_in(hints[name]):
-            refuse_booleans(inner, value, f"{path}.{name}")
+    options = list(_options(hint))
+    for option in options if isinstance(value, Mapping | list | tuple) else ():
+        origin, inner = typing.get_origin(option), typing.get_args(option)
+        if isinstance(value, Mapping):
+            hints = dict.fromkeys(value, inner[1]) if origin in (dict, Mapping) else _field_hints(option)
+            for name in value:
+                if name in hints:
+                    refuse_conversions(hints[name], value[name], f"{path}.{name}")
+        elif origin in (tuple, list, Sequence):
+            for item in value:
+                refuse_conversions(inner[0], item, path)
+    if kind := _converted_to(options, value):
+        name = path.rpartition(".")[2]
+        advice = f". Write {name} = {value.strip().lower()} without quotes" if isinstance(value, str) else ""
+        raise ConfigError(f"{path}: input should be a valid {kind}; it is {value!r}{advice}")
 
 
-def _plain_types(hint: Any) -> Iterator[Any]:
-    """The types that a type is made of, as ``int`` and ``None`` of ``tuple[int, ...] | None``."""
-    inner = typing.get_args(hint)
-    if not inner or typing.get_origin(hint) is typing.Literal:
+def _converted_to(options: Sequence[Any], value: Any) -> str:
+    """The name of the type to which pydantic would convert a value that is none of it; else nothing."""
+    plain = set(options) & {int, float, bool}
+    takes_text = any(o in (str, Any) or typing.get_origin(o) is Literal for o in options)
+    if not plain or (takes_text and isinstance(value, str)):
+        return ""
+    if plain == {bool}:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return "boolean"
+        return "boolean" if isinstance(value, str) and value.strip().lower() in ("true", "false") else ""
+    number = "number" if float in plain else "integer"
+    if isinstance(value, bool):
+        return "" if bool in plain else number
+    return number if isinstance(value, str) and _is_number(value) else ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _options(hint: Any) -> Iterator[Any]:
+    """The types among which a type chooses, as ``int`` and ``None`` of ``int | None``."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        yield from _options(inner[0])
+    elif origin in (typing.Union, UnionType):
+        for one in inner:
+            yield from _options(one)
+    else:
         yield hint
-    for one in inner if typing.get_origin(hint) is not typing.Literal else ():
-        yield from _plain_types(one)
+
+
+def _field_hints(cls: Any) -> Mapping[str, Any]:
+    """The types of the fields of a dataclass or pydantic model; none of anything else."""
+    is_table = isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls) or issubclass(cls, pydantic.BaseModel)
+    )
+    hints = typing.get_type_hints(cls) if is_table else {}
+    return {name: hints[name] for name in _field_names(cls)} if is_table else hints
 
 
 def print_tagged(known: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
