@@ -66,6 +66,9 @@ class Functional(nn.Module):
             nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 10)),
             r"makes 10 scores in its layer '1' \(Linear\).*are 2 classes",
         ),
+        # the same rule whatever the factor
+        (nn.Linear(4, 3), r"makes 3 scores.*are 2 classes"),
+        (nn.Linear(4, 6), r"makes 6 scores.*are 2 classes"),
         (nn.Sequential(nn.Linear(4, 10), nn.Softmax(-1)), r"ends in a softmax.*; it makes 10 scores"),
     ],
 )
@@ -78,7 +81,6 @@ def test_a_model_for_another_loss_or_other_classes(model: nn.Module, says: str) 
     "model",
     [
         nn.Linear(4, 2),
-        nn.Linear(4, 3),
         # a log-softmax of a log-softmax is the same
         nn.Sequential(nn.Linear(4, 2), nn.LogSoftmax(-1)),
         nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 2)),

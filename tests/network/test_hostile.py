@@ -144,6 +144,32 @@ def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_pat
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {"1": 1}
 
 
+DIVERGED: dict[str, Lie] = {
+    "an update": BODIES["a NaN"][0],
+    "a loss": WORDS["a loss that is NaN"][0],
+    "training": lambda d: changed(
+        d, payload=b"", problem="the loss is not finite", kind="training", steps=0, flops=0, losses={}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*DIVERGED, "nothing", "steps"])
+def test_a_client_whose_numbers_are_not_finite_is_named_once(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a simulation; a reply that is lost or refused for another reason is no divergence."""
+    change = {**DIVERGED, "nothing": WORDS["nothing"][0], "steps": WORDS["one step more"][0]}[what]
+    made = small("fedavg", rounds=2)
+    fault = on_orders(
+        lambda there, message, t, client: [change(there.answered(message))] if client == 1 and t < 3 else None
+    )
+    with caplog.at_level("WARNING"):
+        _, result = ran(made, tmp_path, fault)
+    assert lost(result) == [{1}, {1}]
+    named = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
+    assert [text.startswith("client 1 (") for text in named] == [True] * (what in DIVERGED)
+
+
 def test_keys_in_another_order_change_nothing(tmp_path: Path) -> None:
     made = small("fedavg")
     backwards = upload(lambda u: dict(reversed(u.items())))

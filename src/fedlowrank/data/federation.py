@@ -36,10 +36,6 @@ from .user_arrays import (
 _HASH_ROWS = 4096
 
 
-# A model with more than this many scores for each class gets a remark.
-_MANY_OUTPUTS = 3
-
-
 class Companion(Protocol):
     """What belongs to models besides their code, such as a tokenizer."""
 
@@ -186,7 +182,8 @@ class Federation:
     def _remark(self, name: str, client: int, scores: Tensor) -> str:
         """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
         is_share = bool(((scores >= 0) & (scores <= 1)).all())
-        has_many = scores.shape[1] > _MANY_OUTPUTS * len(self.classes)
+        # a language model, whose vocabulary may be wider than the tokens that occur, does not come here
+        has_many = scores.shape[1] > len(self.classes)
         if not is_share and not has_many:
             return ""
         layer, operation = self.architectures[name].last_layer(_first_input(self.clients[client].train))

@@ -39,6 +39,7 @@ class ClientResult:
         meter: what the work cost.
         error: why there is no reply, if training met a NaN.
         lost: why there is none otherwise, such as a client that cannot be reached.
+        diverged: whether it is lost because a number of it is not finite, found where the client is elsewhere.
     """
 
     state: Any
@@ -46,6 +47,7 @@ class ClientResult:
     meter: Meter
     error: NonFiniteError | None = None
     lost: str | None = None
+    diverged: bool = False
 
 
 @dataclass

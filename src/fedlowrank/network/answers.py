@@ -63,8 +63,9 @@ def check_counts(
     if not 0 <= answer.flops <= max_flops:
         counted = f"it counts {_digits(answer.flops)} floating-point operations"
         raise RefusedReplyError(answer.client, f"{counted}; {_digits(max_flops)} are taken at most")
-    if not answer.losses.keys() <= passes.keys() or not all(map(math.isfinite, answer.losses.values())):
-        raise RefusedReplyError(answer.client, "it reports losses that cannot be")
+    is_finite = all(map(math.isfinite, answer.losses.values()))
+    if not is_finite or not answer.losses.keys() <= passes.keys():
+        raise RefusedReplyError(answer.client, "it reports losses that cannot be", not_finite=not is_finite)
 
 
 def weights_of(model: Model) -> int:

@@ -39,8 +39,8 @@ class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
 
 
-def _lost(why: str) -> ClientResult:
-    return ClientResult(None, None, Meter(), lost=why)
+def _lost(why: str, diverged: bool = False) -> ClientResult:
+    return ClientResult(None, None, Meter(), lost=why, diverged=diverged)
 
 
 @dataclasses.dataclass
@@ -298,7 +298,9 @@ class NetworkEngine(Engine):
             if answer.problem:
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)
-                return _lost(f"client {client.id}: {plain(answer.problem)}")
+                return _lost(
+                    f"client {client.id}: {plain(answer.problem)}", diverged=answer.kind == "training"
+                )
             model = self.templates.task.model(client)
             if trains:
                 template = self.templates.of(client, job.down)
@@ -308,7 +310,7 @@ class NetworkEngine(Engine):
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model, self.metrics)
         except RefusedReplyError as error:
-            return _lost(self.refuse(error, round))
+            return _lost(self.refuse(error, round), error.not_finite)
         if answer.evaluation is not None and self.evaluate:
             self.evaluations[client.id] = answer.evaluation
         if not trains:

@@ -196,6 +196,8 @@ class RoundResults:
         if str(info.id) in self._losses:
             return self._losses[str(info.id)]
         if result.lost is not None:
+            if result.diverged:
+                self.not_finite[info.id] = result.lost
             return result.lost
         where = tree.not_finite(result.upload) if result.error is None else None
         if result.error is not None or where is not None:

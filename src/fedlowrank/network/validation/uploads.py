@@ -47,15 +47,19 @@ class RefusedReplyError(FedlowrankError):
         reason: what is wrong.
         path: of the fault, a JSON pointer; empty for the whole reply.
         counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
+        not_finite: whether it holds a NaN or an infinity.
     """
 
-    def __init__(self, client: int, reason: str, *, path: str = "", counts: bool = True) -> None:
+    def __init__(
+        self, client: int, reason: str, *, path: str = "", counts: bool = True, not_finite: bool = False
+    ) -> None:
         where = f" at {path}" if path else ""
         super().__init__(f"the reply of client {client} was refused{where}: {reason}")
         self.client = client
         self.path = path
         self.reason = reason
         self.counts = counts
+        self.not_finite = not_finite
 
 
 class Templates:
@@ -115,7 +119,7 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
     for path, number in floats(upload):
         total = math.hypot(total, norm(number))
         if not math.isfinite(total):
-            raise RefusedReplyError(client.id, "it holds a NaN or an infinity", path=path)
+            raise RefusedReplyError(client.id, "it holds a NaN or an infinity", path=path, not_finite=True)
     if limits.max_norm is not None and total > limits.max_norm:
         reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
         raise RefusedReplyError(client.id, reason, counts=False)
