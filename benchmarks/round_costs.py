@@ -27,6 +27,7 @@ import torch
 from fedlowrank import METHODS, SGD, AdamW, RunSettings, simulate
 from fedlowrank.core.optimizer import Schedule
 from fedlowrank.engines import ENGINES
+from fedlowrank.simulation.records import seal_run
 from fedlowrank.simulation.run import Run
 from fedlowrank.testing.bench import SUBJECTS, federation
 
@@ -146,6 +147,7 @@ def report() -> dict[str, list[float]]:
             config = json.loads((other / "run.json").read_text())
             config["run"]["seed"] = i
             (other / "run.json").write_text(json.dumps(config))
+            seal_run(other)
         took = of_process(program, "report", base, "-o", str(Path(base) / "report.html"), times=3)
     return {"report of 20 runs of 1,000 rounds": took}
 

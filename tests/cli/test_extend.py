@@ -14,7 +14,7 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.plan import Plan
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import RunRecord, seal_run
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import CHECKS, federation
@@ -155,8 +155,7 @@ def test_a_damaged_configuration(capsys: Capsys) -> None:
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({**stored, "run": 5}))
     assert "run.json is damaged or was changed by hand" in refused(capsys, "resume", str(path.parent))
-    del stored["digest"]
-    path.write_text(json.dumps({**stored, "run": 5}))
+    seal_run(path.parent)
     assert "run.json is damaged: run must be a table, not 5" in refused(capsys, "resume", str(path.parent))
 
 

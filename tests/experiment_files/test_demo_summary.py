@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedlowrank.simulation.records import seal_run
+
 FILE = Path(__file__).parents[2] / "examples" / "demo_summary.py"
 CLIENTS = 5
 
@@ -57,6 +59,7 @@ def write_run(
     (run / "status.json").write_text(
         json.dumps({"state": "finished", "rounds": len(sizes) - 1, "message": ""})
     )
+    seal_run(run)
     with gzip.open(run / "metrics.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.simulation.digest import write_sealed
 from fedlowrank.simulation.records import RunRecord
 
 from .local import local, ran, served, small
@@ -30,7 +31,7 @@ def test_it_stops_one_round_later_and_resumes_likewise(tmp_path: Path) -> None:
     assert RunRecord.load(folder).status == status
 
     # killed after its last round, it ends there and trains nothing more
-    (folder / "status.json").write_text('{"state": "running", "rounds": 0, "message": ""}')
+    write_sealed(folder / "status.json", {"state": "running", "rounds": 0, "message": ""})
     resumed = served(carrier, made, folder, resume=True)
     assert [r.untimed() for r in resumed.rounds] == [r.untimed() for r in result.rounds]
     assert RunRecord.load(folder).status == status

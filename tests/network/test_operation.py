@@ -22,6 +22,7 @@ from fedlowrank.cli import network as commands
 from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
 from fedlowrank.network.transport import NodeMessage, Response
+from fedlowrank.simulation.digest import write_sealed
 from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 
@@ -177,7 +178,7 @@ def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixtu
     made = small("fedavg", rounds=2)
     served(local(made, tmp_path), made, tmp_path / "runs" / "one")
     shutil.copytree(tmp_path / "runs" / "one", tmp_path / "runs" / "two")
-    (tmp_path / "runs" / "two" / "status.json").write_text('{"state": "running", "rounds": 1, "message": ""}')
+    write_sealed(tmp_path / "runs" / "two" / "status.json", {"state": "running", "rounds": 1, "message": ""})
     assert main(["status", str(tmp_path / "runs")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "finished" in said

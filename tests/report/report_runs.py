@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
+import torch
 from rich.console import Console
 
 from fedlowrank.report import render_terminal, write_report
@@ -18,7 +18,13 @@ from fedlowrank.report.findings import state_findings
 from fedlowrank.report.groups import choose_target, group_runs
 from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.style import make_styles
-from fedlowrank.simulation.records import METRICS, RunRecord
+from fedlowrank.simulation.records import (
+    METRICS,
+    REPRESENTATIONS,
+    RunRecord,
+    encode_representations,
+    seal_run,
+)
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]
@@ -112,6 +118,7 @@ def maker(parent: Path) -> MakeRun:
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / METRICS).write_bytes(gzip.compress(lines.encode()))
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
+        seal_run(folder)
         if points is not None:
             x, label, client = points
             arrays = {
@@ -119,7 +126,8 @@ def maker(parent: Path) -> MakeRun:
                 "label": label.astype(np.int64),
                 "client": client.astype(np.int64),
             }
-            safetensors.numpy.save_file(arrays, folder / "representations.safetensors")
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            (folder / REPRESENTATIONS).write_bytes(encode_representations(tensors))
         return RunRecord.load(folder)
 
     return make

@@ -11,6 +11,7 @@ import torch
 
 from fedlowrank import Callback, EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.simulation.digest import write_sealed
 from fedlowrank.simulation.evaluation import Evaluation
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 from fedlowrank.simulation.run import Run
@@ -109,7 +110,7 @@ def test_an_interrupted_run_ends_in_the_same_round(crash: int, tmp_path: Path) -
 def test_killed_between_the_last_round_and_its_status(tmp_path: Path) -> None:
     run(tmp_path / "run", patience=3)
     before = status(tmp_path / "run")
-    (tmp_path / "run" / "status.json").write_text('{"state": "running", "rounds": 0, "message": ""}')
+    write_sealed(tmp_path / "run" / "status.json", {"state": "running", "rounds": 0, "message": ""})
     assert len(run(tmp_path / "run", patience=3, resume=True).rounds) == 7
     assert status(tmp_path / "run") == before
 

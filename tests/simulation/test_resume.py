@@ -33,7 +33,14 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.digest import sealed
-from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord, read_lines
+from fedlowrank.simulation.records import (
+    METRICS,
+    REPRESENTATIONS,
+    RoundRecord,
+    RunRecord,
+    read_lines,
+    seal_run,
+)
 
 torch.set_num_threads(1)
 
@@ -508,8 +515,8 @@ def without_new_settings(folder: Path) -> None:
         (config["model"], "head"), (fields, "mu"), (fields["optimizer"]["schedule"], "warmup"),
     ]:  # fmt: skip
         del table[name]
-    del config["digest"]
     (folder / "run.json").write_text(json.dumps(config))
+    seal_run(folder)
 
 
 def test_settings_that_came_later_do_not_stop_a_resumption(
@@ -721,6 +728,39 @@ def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> 
             assert {key: mine.get(key) for key in other} == other
     assert len(noticed) > 0.8 * len(data) // 7
     assert all(name in said for said in noticed)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("run.json", "digest"), ("run.json", "clients_digest"), ("status.json", "digest")]
+)
+def test_a_file_without_its_digest_is_refused_until_it_is_sealed(tmp_path: Path, name: str, key: str) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    path, whole = folder / name, RunRecord.load(folder)
+    table = json.loads(path.read_text())
+    del table[key]
+    path.write_text(json.dumps(sealed(table) if key != "digest" else table))
+    with pytest.raises(CheckpointError, match=f"{key!r}.*seal_run"):
+        RunRecord.load(folder)
+    seal_run(folder)
+    assert RunRecord.load(folder) == whole
+
+
+def test_damaged_representations_are_named(tmp_path: Path) -> None:
+    whole_run(tmp_path / "run", **TINY)
+    run, path = RunRecord.load(tmp_path / "run"), tmp_path / "run" / REPRESENTATIONS
+    found = run.representations()
+    assert found is not None
+    assert len(found["x"])
+    data = path.read_bytes()
+    for at in range(0, len(data), 5):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="representations"):
+            run.representations()
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match="or remove it"):
+        run.representations()
 
 
 def test_left_overs_are_removed(tmp_path: Path) -> None:

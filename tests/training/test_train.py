@@ -208,7 +208,8 @@ def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> N
 
     ends = []
     for method in (Turned, FedProx):
-        fed = federation(square)
+        with pytest.warns(UserWarning, match="scores"):
+            fed = federation(square)
         run = Run(method(mu=0.1, batch_size=8, optimizer=SGD(lr=0.1)), fed, RunSettings(rounds=1), engine())
         run.step()
         ends.append(run.state.server)

@@ -17,7 +17,7 @@ import dp_accounting
 
 from fedlowrank import Clipping, Privacy, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import RunRecord, seal_run
 from fedlowrank.trust.accounting import Sampling
 from fedlowrank.trust.budget import Budget
 from methods.setting import alike
@@ -141,8 +141,9 @@ def test_a_run_from_before_plans_were_stored_has_the_noise_of_its_ledger(tmp_pat
     simulate("fedavg", alike(), rounds=2, **settings)
     path = tmp_path / "run" / "run.json"
     stored = json.loads(path.read_text())
-    del stored["plan"], stored["digest"]
+    del stored["plan"]
     path.write_text(json.dumps(stored))
+    seal_run(path.parent)
     simulate("fedavg", alike(), rounds=6, resume=True, **settings)
     assert len(sigmas(tmp_path / "run")) == 1
     assert epsilon_of(tmp_path / "run") <= 2.0
@@ -196,8 +197,8 @@ def test_a_damaged_plan_is_named(plan: Any, tmp_path: Path, once: Path) -> None:
     shutil.copytree(once, tmp_path / "run")
     path = tmp_path / "run" / "run.json"
     stored = json.loads(path.read_text())
-    del stored["digest"]
     path.write_text(json.dumps({**stored, "plan": plan}))
+    seal_run(path.parent)
     with pytest.raises(CheckpointError, match=r"run\.json is damaged: the plan"):
         simulate(
             "fedavg", alike(), rounds=3, privacy=CENTRAL, folder=tmp_path / "run", resume=True, **POISSON

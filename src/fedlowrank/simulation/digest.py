@@ -14,6 +14,12 @@ from ..core.files import read_json, write_json
 KEY = "digest"
 """Where a sealed table holds the digest of all else that is in it."""
 
+SEAL_AGAIN = (
+    "If you changed a run folder and mean it, enter its digests again: "
+    "python -c \"from fedlowrank.simulation.records import seal_run; seal_run('RUN')\""
+)
+"""What to type after a change by hand, for messages."""
+
 
 def digest_of(*parts: bytes | memoryview) -> str:
     """The BLAKE2b digest of bytes, 128 bits as hexadecimal digits.
@@ -42,9 +48,14 @@ def check_seal(table: Mapping[str, Any], name: object) -> None:
     Raises:
         CheckpointError: if the table has no digest or another one.
     """
-    if table.get(KEY) != _content(table):
+    if KEY not in table:
         raise CheckpointError(
-            f"{name} is damaged or was changed by hand: its digest is {str(table.get(KEY))[:40]}, but its content "
+            f"{name} is damaged or was changed by hand: it has no entry {KEY!r}, so that nothing shows whether the "
+            f"rest is whole. Restore it from a copy. {SEAL_AGAIN}"
+        )
+    if table[KEY] != _content(table):
+        raise CheckpointError(
+            f"{name} is damaged or was changed by hand: its digest is {str(table[KEY])[:40]}, but its content "
             f"has {_content(table)}. Restore it from a copy."
         )
 
@@ -57,15 +68,12 @@ def write_sealed(path: Path, table: Mapping[str, Any]) -> None:
 def read_sealed(path: Path) -> dict[str, Any]:
     """Read a table that :func:`write_sealed` wrote, without its digest.
 
-    A table without a digest, written by hand, is taken as it is.
-
     Raises:
-        CheckpointError: if the file is missing or damaged.
+        CheckpointError: if the file is missing or damaged, or has no digest.
     """
     table = read_json(path, dict)
-    if KEY in table:
-        check_seal(table, path)
-        del table[KEY]
+    check_seal(table, path)
+    del table[KEY]
     return table
 
 

@@ -31,14 +31,17 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from ..core.errors import CheckpointError
-from ..core.files import as_checkpoint_error, parse_json
-from .digest import digest_of, read_sealed, write_sealed
+from ..core.files import as_checkpoint_error, parse_json, read_json
+from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
 
 FORMAT = 1
 
 CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
 """Names of the small files."""
+
+REPRESENTATIONS = "representations.safetensors"
+"""Name of the file of test representations."""
 
 CLIENTS_DIGEST = "clients_digest"
 """Where ``run.json`` has the digest of ``clients.json``."""
@@ -244,9 +247,25 @@ class RunRecord:
         return cls(folder, config, clients, rounds, believed(folder, status), missing)
 
     def representations(self) -> dict[str, Tensor] | None:
-        """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them."""
-        path = self.folder / "representations.safetensors"
-        return safetensors.torch.load_file(path) if path.is_file() else None
+        """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them.
+
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
+        path = self.folder / REPRESENTATIONS
+        if not path.is_file():
+            return None
+        with as_checkpoint_error(f"cannot read {path}"):
+            data = path.read_bytes()
+        found: dict[str, Tensor] = {}
+        with contextlib.suppress(safetensors.SafetensorError, ValueError):
+            found = safetensors.torch.load(data)
+        if encode_representations(found) != data:
+            raise CheckpointError(
+                f"{path} is damaged or was changed by hand: its digest is not that of its tensors. Restore it from a "
+                "copy, or remove it: the report has no embedding plot then."
+            )
+        return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -278,7 +297,11 @@ def read_clients(folder: Path) -> list[dict[str, Any]]:
     rows = parse_json(data, path, list)
     if not all(isinstance(row, dict) for row in rows):
         raise CheckpointError(f"{path} is damaged: it must hold a table for each client")
-    if expected is not None and digest_of(data) != expected:
+    if expected is None:
+        raise CheckpointError(
+            f"{folder / CONFIG} has no entry {CLIENTS_DIGEST!r}, by which {path} is known. {SEAL_AGAIN}"
+        )
+    if digest_of(data) != expected:
         raise CheckpointError(
             f"{path} is damaged or was changed by hand: it has another digest than when it was written. Restore "
             "it from a copy, or resume the run, which writes it again."
@@ -291,6 +314,23 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     with as_checkpoint_error(f"cannot read {folder / CLIENTS}"):
         clients = digest_of((folder / CLIENTS).read_bytes())
     write_sealed(folder / CONFIG, {**config, CLIENTS_DIGEST: clients})
+
+
+def seal_run(folder: str | Path) -> None:
+    """Enter the digests of the files of a run folder again, after they were changed by hand.
+
+    Raises:
+        CheckpointError: if ``run.json``, ``clients.json`` or ``status.json`` is missing or is not JSON.
+    """
+    folder = Path(folder)
+    write_config(folder, read_json(folder / CONFIG, dict))
+    write_sealed(folder / STATUS, read_json(folder / STATUS, dict))
+
+
+def encode_representations(found: Mapping[str, Tensor]) -> bytes:
+    """The content of :data:`REPRESENTATIONS`: tensors in the format safetensors, their digest in its metadata."""
+    digest = digest_of(safetensors.torch.save(dict(found)))
+    return safetensors.torch.save(dict(found), metadata={KEY: digest})
 
 
 def _completed(folder: Path, status: Mapping[str, Any]) -> int:

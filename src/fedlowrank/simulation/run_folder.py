@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -33,9 +32,11 @@ from .records import (
     CONFIG,
     FORMAT,
     METRICS,
+    REPRESENTATIONS,
     STATUS,
     RoundRecord,
     describe_missing,
+    encode_representations,
     read_clients,
     read_config,
     read_lines,
@@ -332,7 +333,7 @@ class RunFolder:
     def save_representations(self, found: dict[str, Tensor]) -> None:
         """Keep test representations for pictures."""
         if found:
-            write_atomically(self.path / "representations.safetensors", safetensors.torch.save(found))
+            write_atomically(self.path / REPRESENTATIONS, encode_representations(found))
 
 
 def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
