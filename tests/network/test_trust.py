@@ -362,7 +362,7 @@ def test_shape_tracing_takes_nothing_from_the_client_nor_from_its_word() -> None
     task = dataclasses.replace(
         federation.task(3), clients=[dataclasses.replace(federation.infos[0], examples=10**15)]
     )
-    method = made("floral", router=Router(noise=1.0, update="mfl"))
+    method = made("floral", router=Router(noise=1.0))
     info = task.clients[0]
     template = expected_upload(method, task, info, method.download(method.server_init(task), info))
     assert template.form.pi.shape == (4,)

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 from fedlowrank import Attack, Clipping, Compression, Privacy, Robust, SecureSums, simulate
+from fedlowrank.adapters.router import Router
 from fedlowrank.config.comparison import plan_runs
 from fedlowrank.config.data_section import Preparation
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.tuning import plan_tuning
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.optimizer import Schedule
 from fedlowrank.data.augment import Augment
+from fedlowrank.methods.families.effective_delta import Weighing
+from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.per_fedavg import PerFedAvg
+from fedlowrank.models.zoo import ModelSettings
 from fedlowrank.simulation.devices import Devices
 from methods.setting import alike
 
@@ -80,12 +85,44 @@ def test_the_settings_of_the_issue_never_run_unprotected() -> None:
         (lambda: Augment(fill=0.5), "Augment.fill = 0.5 does nothing"),
         (lambda: Preparation(keep_at_least=5), "data.keep_at_least = 5 does nothing"),
         (lambda: PerFedAvg(delta=0.1), "delta = 0.1 does nothing"),
+        (lambda: ModelSettings(names=("linear",), hidden=(9,)), "model.hidden = (9,) does nothing"),
+        (lambda: ModelSettings(names=("cnn1", "vgg8"), bias=False), "name mlp or linear in model.names"),
+        (lambda: ModelSettings(names=("mlp",), split="fc1"), "model.split = 'fc1' does nothing"),
+        (lambda: ModelSettings(names=("m:own",), hidden=(9,)), "model.hidden"),
+        (lambda: Router("optimal", lr=1.0), "router.lr = 1.0 does nothing with router.routing = 'optimal'"),
+        (lambda: Router("optimal", update="mfl"), "router.update = 'mfl' does nothing"),
+        (lambda: Router(update="mfl", adapt=3), "router.adapt = 3 does nothing with router.update = 'mfl'"),
+        (lambda: Router(update="mfl", noise=0.1), "router.noise"),
+        (lambda: Router(update="mfl", temperature=2.0), "router.temperature"),
+        (lambda: Weighing("ranks", eps=0.1), "weighing.eps = 0.1 does nothing with weighing.by = 'ranks'"),
+        (lambda: Weighing("examples", by_examples=True), "weighing.by_examples"),
+        (
+            lambda: HetLoRA(penalty=0.1),
+            "HetLoRA.penalty = 0.1 does nothing with HetLoRA.prune = 1.0: set prune",
+        ),
     ],
 )
 def test_other_sections_with_a_switch(make: Callable[[], Any], named: str) -> None:
     with pytest.raises(ConfigError) as found:
         make()
     assert named in str(found.value)
+
+
+def test_settings_that_some_model_or_value_reads_are_accepted() -> None:
+    """Of several models one reads the field is enough; a switched table keeps what its new value reads."""
+    assert ModelSettings(names=("linear", "mlp"), hidden=(9,), bias=False).hidden == (9,)
+    Router(update="mfl", lr=2.0, top=1)
+    tables = {
+        "method": "floral",
+        "model": {"names": ["mlp"], "hidden": [9], "bias": False},
+        "methods": {"floral": {"router": {"lr": 0.3, "adapt": 3}}},
+        "tune": {"grid": {"router.routing": ["learned", "optimal"], "epochs": [1, 2]}},
+    }
+    base = ExperimentConfig.parse(tables)
+    made = base.overlay({"model": {"names": ["linear"]}})
+    assert made.model == ModelSettings(names=("linear",), bias=False)
+    found = [setting.runs[0].experiment.build_method("floral") for setting in plan_tuning(base, Path("out"))]
+    assert [one.router for one in found] == [Router(lr=0.3, adapt=3)] * 2 + [Router("optimal")] * 2  # type: ignore[attr-defined]
 
 
 def test_a_value_that_is_the_default_says_nothing() -> None:

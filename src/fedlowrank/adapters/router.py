@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
+from ..core.switch import Switch, check_switch
 from ..core.task import Pass
 
 Route = int | Sequence[float] | Tensor
@@ -48,7 +49,17 @@ class Router(CheckedFields):
     keep: bool = True
     adapt: int = 10
 
+    # keep = False is true of every router that keeps no θ
+    switch: ClassVar[Switch] = Switch(
+        "routing",
+        dict.fromkeys(("lr", "update", "temperature", "noise", "top", "adapt"), ("learned",)),
+    )
+
     def __post_init__(self) -> None:
+        check_switch(self, self.switch, "router")
+        # the MFL update divides by the temperature what it has multiplied by it
+        reads = dict.fromkeys(("temperature", "noise", "adapt"), ("gradient",))
+        check_switch(self, Switch("update", reads), "router")
         if not (0 <= self.lr < math.inf and 0 < self.temperature < math.inf and 0 <= self.noise < math.inf):
             raise ConfigError(
                 f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, "

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..adapters.router import Router
 from ..core.optimizer import SGD, AdamW, Schedule
 from ..core.switch import Switch
 from ..data.concept import CONCEPTS
@@ -13,6 +14,8 @@ from ..data.partition import PARTITIONS
 from ..data.sources import SOURCES
 from ..data.split import SPLITS
 from ..data.text.sources import TEXT_SOURCES
+from ..methods.families.effective_delta import Weighing
+from ..models.zoo import ModelSettings
 from ..trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
 from .data_section import DEFAULT_SOURCE, Preparation
 
@@ -34,10 +37,12 @@ class Alternatives(NamedTuple):
         A field that no value reads is not among them, so that a misspelled one is still an error.
         """
         tag = self.switch.field
-        # a list, as in a grid, is a value like any other
-        if tag not in new or isinstance(new[tag], list | Mapping) or new[tag] == old.get(tag, self.default):
+        if tag not in new or isinstance(new[tag], Mapping) or new[tag] == old.get(tag, self.default):
             return []
-        return [n for n in old if n != tag and n not in new and not self.switch.is_read(n, new[tag])]
+        # several models, or the values of a grid
+        chosen = new[tag] if isinstance(new[tag], list) else [new[tag]]
+        others = [name for name in old if name != tag and name not in new]
+        return [name for name in others if not any(self.switch.is_read(name, value) for value in chosen)]
 
 
 def _of_classes(
@@ -62,6 +67,7 @@ SECTIONS: Mapping[str, Alternatives] = {
     "partition": _of_classes(PARTITIONS, "iid"),
     "split": _of_classes(SPLITS, "local"),
     "concept": _of_classes(CONCEPTS, "none"),
+    "model": _of_switch(ModelSettings),
     "run.compression": _of_switch(Compression),
     "run.clipping": _of_switch(Clipping),
     "run.privacy": _of_switch(Privacy),
@@ -74,6 +80,8 @@ SECTIONS: Mapping[str, Alternatives] = {
 _OPTIMIZER = _of_classes({"sgd": SGD, "adamw": AdamW}, "sgd")
 _TABLES: Mapping[str, Alternatives] = {
     "schedule": _of_switch(Schedule),
+    "router": _of_switch(Router),
+    "weighing": _of_switch(Weighing),
     "form": Alternatives("auto", Switch("kind", {"cap": ("capped",)})),
 }
 """Tables in other ones, by their name."""

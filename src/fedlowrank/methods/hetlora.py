@@ -29,6 +29,7 @@ from ..adapters.lora import average_present_components, lora_of
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, Sum
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
+from ..core.switch import refuse_unread_field
 from ..core.tree import Params, cast_like, tree, widen
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
@@ -80,6 +81,13 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     title = "HetLoRA"
     citation = "Cho et al., EMNLP 2024, arXiv:2401.06432"
     bounds = {"prune": "> 0 and <= 1", "penalty": ">= 0"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prune == 1:
+            refuse_unread_field(
+                self, "penalty", self.title, f"with {self.title}.prune = {self.prune}", "set prune below 1"
+            )
 
     def remarks(self, task: Task) -> list[str]:
         """Ranks that are above what a layer can have."""

@@ -6,11 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.field_checks import CheckedFields
+from ..core.switch import Switch, refuse_unread_field
 from ..core.user_code import import_named
 from .char_lstm import CharLSTM
 from .cnn import CNN, FAMILY, FloralCNN
@@ -68,9 +70,22 @@ class ModelSettings(CheckedFields):
     bias: bool = True
     head: str | None = None
 
+    switch: ClassVar[Switch] = Switch(
+        "names", {"split": tuple(FAMILY), "hidden": ("mlp",), "bias": ("mlp", "linear")}
+    )
+
     def __post_init__(self) -> None:
         if not self.names:
             raise ConfigError("model.names must name at least one model")
+        for name, models in self.switch.reads.items():
+            if not {*models} & {*self.names}:
+                refuse_unread_field(
+                    self,
+                    name,
+                    "model",
+                    f"with model.names = {list(self.names)}",
+                    f"name {' or '.join(models)} in model.names",
+                )
 
     @property
     def own(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ...adapters.lora import lora_of
 from ...core.errors import ConfigError
 from ...core.field_checks import CheckedFields
 from ...core.model import Model
+from ...core.switch import Switch, check_switch
 from ...core.tree import Params
 from ...linalg.delta import Delta, Split, split_svd, tail_energy, truncate_delta, update_deltas
 from ...linalg.factored import Factored
@@ -176,7 +177,13 @@ class Weighing(CheckedFields):
     per_layer: bool = False
     by_examples: bool = False
 
+    switch: ClassVar[Switch] = Switch(
+        "by",
+        dict.fromkeys(("error", "eps", "temperature", "per_layer", "by_examples"), ("truncation",)),
+    )
+
     def __post_init__(self) -> None:
+        check_switch(self, self.switch, "weighing")
         if self.eps <= 0 or self.temperature < 0:
             raise ConfigError(
                 f"weighing: need eps > 0 and temperature >= 0; they are {self.eps} and {self.temperature}"
