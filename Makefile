@@ -6,18 +6,37 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo demo-language test test-deployment test-all test-wheel lint types unit bench bench-peers \
-	catalog docs docs-serve clean
+.PHONY: demo demo-all demo-language test test-deployment test-all test-wheel lint types unit install bench \
+	bench-peers catalog docs docs-serve clean
 
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# what a command needs is installed when it is first called: the package alone, what tests need, or everything
+CORE := $(VENV)/.core
+TEST := $(VENV)/.test
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedlowrank needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing fedlowrank in $(VENV), one or two minutes ..."
+	@$(PIP) -e .
 	@touch $@
 
-demo: install
+$(TEST): $(CORE)
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed: $(TEST)
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# 60 clients in four groups: four methods, three seeds, a table and a report in about a minute
+demo: $(CORE)
+	@$(BIN)/fedlowrank compare experiments/demo/floral.toml -o runs/demo/floral --force
+	@$(BIN)/python examples/other_ideas.py
+
+# what each of the four ideas is for, run here
+demo-all: $(CORE)
 	@for idea in floral pfedlora fedslr fedhl; do \
 		$(BIN)/fedlowrank compare experiments/demo/$$idea.toml -o runs/demo/$$idea --force || exit 1; \
 	done
@@ -37,22 +56,22 @@ demo-language: install
 
 test: lint types unit
 
-lint: install
+lint: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install
+types: $(TEST)
 	$(BIN)/mypy
 
-unit: install
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+unit: $(TEST)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-deployment: install
-	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest tests/network/test_flower.py tests/network/test_foreign_apps.py
+	$(BIN)/python -m pytest --full tests/network/test_flower.py tests/network/test_foreign_apps.py
 
-# everything, with slow tests and real processes
-test-all: lint types install
-	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest -n 2
+# every row, with long tests, real processes, and tests of all extras
+test-all: install lint types
+	$(BIN)/python -m pytest -n 2 --dist worksteal --full
 
 # the wheel as a user installs it: checked, in a fresh environment with dependencies of its own, down to a report
 test-wheel: install

@@ -436,6 +436,7 @@ def test_a_full_disk_from_the_start(capsys: Capsys, monkeypatch: pytest.MonkeyPa
     done(capsys, "run", write(Path()), "--force")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_reports_and_pictures_on_a_full_disk(capsys: Capsys) -> None:
     file = write(Path())

@@ -115,6 +115,7 @@ def texts(path: Path) -> list[str]:
     return [n.value for n in constants if isinstance(n.value, str)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("section", "owners"),
     [
@@ -223,6 +224,7 @@ def test_list_prints_what_stands_in_brackets(capsys: Capsys) -> None:
         assert "\\[" not in done(capsys, "list", name)
 
 
+@pytest.mark.full
 def test_names_of_users_are_no_markup(capsys: Capsys) -> None:
     text = SMALL + '[methods."own"]\nmethod = "fedavg"\ntitle = "My [red]own[/red] :key: [/x]"\n'
     out = done(

@@ -58,6 +58,7 @@ def test_list_names_everything(capsys: Capsys) -> None:
         assert cls.citation.split(",")[0] in out
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", METHODS)
 def test_list_shows_one_method(name: str, capsys: Capsys) -> None:
     out = done(capsys, "list", name)
@@ -201,6 +202,7 @@ def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> N
     assert len([f for f in folders() if "0.1" in f]) == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -380,7 +382,7 @@ def test_auto_says_which_engine_it_chose_and_why(capsys: Capsys) -> None:
     ("arguments", "says"),
     [
         (["list"], "pfedlora"),
-        pytest.param(["run", "small.toml", "run.rounds=1"], "runs/small/fedavg-s0", marks=pytest.mark.slow),
+        pytest.param(["run", "small.toml", "run.rounds=1"], "runs/small/fedavg-s0", marks=pytest.mark.full),
     ],
     ids=["list", "run"],
 )

@@ -32,6 +32,7 @@ def compared(folder: Path) -> object:
     return record.config, record.clients, record.status, records, files(folder / "checkpoint")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedlora"])
 def test_more_rounds_equal_as_many_from_the_start(method: str, capsys: Capsys) -> None:
     file = write(Path())

@@ -43,7 +43,7 @@ def untimed(folder: Path) -> dict[str, list[str]]:
     return {f.name: [repr(r.untimed()) for r in RunRecord.load(f).rounds] for f in run_folders([folder])}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_two_jobs_have_the_bits_of_one_and_errors_stay_with_their_run(capsys: Capsys) -> None:
     text = SMALL.replace(
@@ -62,6 +62,7 @@ def test_two_jobs_have_the_bits_of_one_and_errors_stay_with_their_run(capsys: Ca
     assert [row.split(",")[1] for row in csv[0]] == [row.split(",")[1] for row in csv[1]]
 
 
+@pytest.mark.full
 def test_a_killed_worker_and_an_error_are_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_killed_worker_and_an_error_are_reported_and_the_others_go_on(
         assert untimed(one.folder) == untimed(outcome.run.folder)
 
 
+@pytest.mark.full
 def test_an_interrupt_stops_all_workers_and_leaves_resumable_folders(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def looks_in(page: str) -> dict[str, str]:
     return {alt.split(".")[0]: drawn for alt, drawn in figures}
 
 
+@pytest.mark.full
 def test_a_method_looks_alike_in_compare_and_report(capsys: Capsys) -> None:
     file = write(Path(), SMALL.replace('["standalone", "fedavg"]', '["standalone", "pfedlora", "fedavg"]'))
     done(capsys, "compare", file)

@@ -17,6 +17,7 @@ def stop(record):
 """
 
 
+@pytest.mark.full
 def test_callbacks_of_an_experiment_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own_stop.py").write_text(CODE)
     file = write(Path(), SMALL.replace("rounds = 2", 'rounds = 6\ncallbacks = ["own_stop:stop"]'))

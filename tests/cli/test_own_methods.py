@@ -122,6 +122,7 @@ def test_a_class_that_does_not_fit(text: str, says: str, capsys: Capsys) -> None
     assert not Path("runs").exists()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "options", "folder"),
     [(ALONE, [], f"{NAME}-s0"), (SMALL, ["--method", NAME], f"{NAME}-s0"), (VARIANT, ["--method", "half"], "half-s0")],
@@ -153,6 +154,7 @@ def test_allowed_code_goes_on_with_the_run(capsys: Capsys) -> None:
     assert len(RunRecord.load(Path("a run")).rounds) == 3
 
 
+@pytest.mark.full
 def test_report_and_list_import_nothing(capsys: Capsys) -> None:
     done(capsys, "run", write(Path(), ALONE), "run.rounds=1")
     forget()

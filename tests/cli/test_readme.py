@@ -27,7 +27,7 @@ def test_the_ten_lines_are_the_example_and_run(capsys: pytest.CaptureFixture[str
     assert [re.sub(r"[\d.]+%", "%", line) for line in lines] == re.sub(r"[\d.]+%", "%", shown).splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_ten_lines_print_the_numbers_shown(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})

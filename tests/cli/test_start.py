@@ -57,6 +57,7 @@ def test_the_catalog_is_up_to_date() -> None:
     assert json.loads(CATALOG.read_text()) == build_catalog(), "run `make catalog`"
 
 
+@pytest.mark.full
 def test_the_algorithm_of_a_method_keeps_its_lines_on_a_narrow_terminal() -> None:
     command = [sys.executable, "-m", "fedlowrank", "list", "ifca"]
     narrow = {**os.environ, "COLUMNS": "80"}

@@ -262,6 +262,7 @@ def test_tune_writes_what_it_chose_and_goes_on_where_it_stopped(
     assert (stamps(), steps[0]) == (finished, 100)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_another_choice_moves_the_tested_runs_aside(capsys: Capsys) -> None:
     done(capsys, "tune", write(Path(), TUNE), 'compare=["fedavg"]', "tune.test_seeds=[0]")

@@ -41,6 +41,7 @@ def test_a_type_that_the_format_does_not_know() -> None:
         one_buffer.save({"x": torch.zeros(2, dtype=torch.complex128)}, {})
 
 
+@pytest.mark.full
 def test_a_large_tree_is_held_twice_and_not_thrice() -> None:
     code = (
         "import resource, torch; from fedlowrank.core import tree;"

@@ -126,6 +126,7 @@ def test_the_root_holds_no_loose_files() -> None:
     assert {p.name for p in SOURCE.iterdir() if p.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
 
 
+@pytest.mark.full
 def test_a_bare_pytest_computes_on_one_thread_as_make_test_does() -> None:
     code = "import torch; print(torch.get_num_threads())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -285,6 +285,7 @@ def gap(one: Run, other: Run) -> float:
     return max(float((a[p].double() - b[p].double()).abs().max()) for p in a)
 
 
+@pytest.mark.full
 def test_all_engines_and_a_resumed_run_agree(tmp_path: Path) -> None:
     on, method = federation(), PFedLoRA(batch_size=8, epochs=2, optimizer=SGD(lr=0.05, momentum=0.5))
     whole = run_of(method, "sequential", on)

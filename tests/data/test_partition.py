@@ -203,6 +203,7 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha):
     assert np.allclose(shares.var((0, 2)), variance, rtol=0.2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alpha", [0.5, 5.0])
 def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
     # The first of two clients takes its draws from a full store: it sees the distribution that the scheme defines, if

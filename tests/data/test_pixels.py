@@ -223,6 +223,7 @@ def ends(result: Any) -> Any:
 AUGMENTS = {"plain": Augment(), "augmented": Augment(flip=True, crop=1, fill=-0.3)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "engine", "kind"),
     [

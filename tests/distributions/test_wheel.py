@@ -39,7 +39,7 @@ def run(*command: str, cwd: Path | None = None, env: dict[str, str] | None = Non
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_twine_accepts_both_distributions(distributions: Path) -> None:
     files = sorted(distributions.iterdir())
     assert [re.sub(r"-\d.*?\d(?=[-.][a-z])", "", path.name) for path in files] == [
@@ -50,7 +50,7 @@ def test_twine_accepts_both_distributions(distributions: Path) -> None:
     assert said.count("PASSED") == len(files)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_wheel_holds_the_package_alone_with_its_data_files(distributions: Path) -> None:
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         names = wheel.namelist()
@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_package_alone_with_its_data_files(distributions: Pa
     assert set(metadata.get_all("Provides-Extra", [])) == set(extras)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_installed_wheel_makes_a_comparison_and_its_report(distributions: Path, tmp_path: Path) -> None:
     python = tmp_path / "env" / "bin" / "python"
     run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env"))

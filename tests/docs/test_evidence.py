@@ -144,6 +144,7 @@ def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch
         evidence._check_commit(begun, tmp_path)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
     found = SETTINGS["experiments"][name]
@@ -167,6 +168,7 @@ def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
             assert f"| {titles[method]} | {cells} |" in page.split("<!-- end -->")[0]
 
 
+@pytest.mark.full
 def test_the_summary_shows_the_claims() -> None:
     assert claims.claims_table() in (RESULTS / "index.md").read_text()
 
@@ -181,6 +183,7 @@ def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
     return {int(row["seed"]): float(row["test"]) for row in own if int(row["round"]) == end}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ENTERED)
 def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
@@ -196,6 +199,7 @@ def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
 CASES = [(claim, claim | case) for claim in SETTINGS["claims"] for case in claim.get("cases", ())]
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize(
     ("claim", "case"), CASES, ids=lambda c: f"{c.get('experiment', '')} {c.get('label', c['claim'][:30])}"
 )
@@ -229,6 +233,7 @@ def intervals(name: str) -> set[str]:
     return {text.replace("-", "−") for text in found}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ENTERED)
 def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
@@ -264,6 +269,7 @@ def test_a_claim_of_all_is_refuted_by_one_and_a_possibility_is_shown_by_one(
     assert [claims.judge_together(found, asks) for asks in ("each", "every", "one")] == [each, every, one]
 
 
+@pytest.mark.full
 def test_an_interval_of_two_claims_counts_once_in_the_correction() -> None:
     judged = claims.judge_claims()
     keys = {case.key: case for _, cases in judged for case in cases}
@@ -278,6 +284,7 @@ def test_an_interval_of_two_claims_counts_once_in_the_correction() -> None:
     assert f"{len(keys)} different intervals" in (RESULTS / "index.md").read_text()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_an_experiment_follows_the_protocol(path: Path) -> None:
     made = ExperimentConfig.read(path)

@@ -25,6 +25,7 @@ FILES = dict(re.findall(r"ave (?:it|this) as `([\w.]+)`:\n\n```\w+\n(.*?)```", P
 COMMANDS = "".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)).splitlines()
 
 
+@pytest.mark.full
 def test_files_are_short_and_run_from_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

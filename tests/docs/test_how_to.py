@@ -69,6 +69,7 @@ def test_the_sections_of_files() -> None:
         ]
 
 
+@pytest.mark.full
 def test_logging(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = blocks(LOGGING, "bash")
     words = command.replace("experiments/", f"{ROOT}/experiments/").split()

@@ -47,6 +47,7 @@ def test_get_started(printed) -> None:
     assert 5 * 4 * (9 * 4 + 5 * 3) < int(sent) < 5 * 4 * (9 * 4 + 5 * 3) + 5 * 1000
 
 
+@pytest.mark.full
 def test_compare_methods(printed) -> None:
     accuracy = ast.literal_eval(printed("tutorials/compare-methods.md")[0])
     assert accuracy["fedavg"] < accuracy["fedrep"] - 0.1
@@ -71,6 +72,7 @@ def test_bring_your_model(printed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert make()(torch.zeros(2, 5)).shape == (2, 3)
 
 
+@pytest.mark.full
 def test_deploy(printed) -> None:
     ranks, size, same, equal, *latencies = printed("tutorials/deploy-a-thin-model.md")
     before, after = map(int, size.split(" -> "))

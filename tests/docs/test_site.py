@@ -67,7 +67,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_link_leads_somewhere_and_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > 60
@@ -84,7 +84,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_other_hosts(site:
                 assert unquote(parts.fragment) in pages[target].anchors, f"{path.relative_to(site)}: {link}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_methods_names_and_notebooks_have_pages(site: Path) -> None:
     import fedlowrank
 
@@ -99,7 +99,7 @@ def test_methods_names_and_notebooks_have_pages(site: Path) -> None:
     assert any(d["location"].startswith("reference/run.html") and "participation" in d["text"] for d in found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_stored_outputs_are_those_of_now(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / path.name

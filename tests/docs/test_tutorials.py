@@ -129,11 +129,13 @@ class TestPrivacyAndRobustness:
     def test_list(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "central" in run_command(self.commands[0], capsys)
 
+    @pytest.mark.full
     def test_compression(self, made: Callable[..., Path]) -> None:
         last = last_record(made("small"))
         # 5 % of the entries, a byte each, and a bit for the place of every entry, which had 4 bytes
         assert last["bytes_up"] / last["bytes_down"] == pytest.approx((0.05 + 1 / 8) / 4, rel=0.05)
 
+    @pytest.mark.full
     def test_central_privacy(self, made: Callable[..., Path]) -> None:
         folder = made("private")
         assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
@@ -141,11 +143,12 @@ class TestPrivacyAndRobustness:
         assert [line["round"] for line in charged] == [0, 1, 2]
         assert charged[-1]["clients"] == last_record(folder)["participants"]
 
+    @pytest.mark.full
     def test_local_privacy(self, made: Callable[..., Path]) -> None:
         folder = made("local")
         assert 7.9 < last_record(folder)["observed"]["privacy"]["epsilon"] <= 8
 
-    @pytest.mark.slow
+    @pytest.mark.full
     def test_a_rule_against_an_attack(self, made: Callable[..., Path]) -> None:
         folder = made("attacked")
         mean, krum = csv.DictReader((folder / "report.csv").read_text().splitlines())
@@ -153,6 +156,7 @@ class TestPrivacyAndRobustness:
         assert [float(row["accuracy_honest"]) for row in (mean, krum)] == pytest.approx(said, abs=0.1)
         assert float(krum["hostile_weight"]) == 0
 
+    @pytest.mark.full
     def test_one_round_under_attack_says_what_each_rule_let_in(self, made: Callable[..., Path]) -> None:
         folder = made(
             "attacked", ("run.rounds=8", "run.rounds=1"), ("defaults.epochs=5", "defaults.epochs=1")
@@ -177,6 +181,7 @@ class TestPrivacyAndRobustness:
         assert (run.clipping.norm, run.privacy.kind, run.privacy.epsilon) == (0.5, "central", 8)
         assert (run.sampling, run.participation) == ("poisson", 0.5)
 
+    @pytest.mark.full
     def test_the_python_example_prints_what_the_page_says(self, capsys: pytest.CaptureFixture[str]) -> None:
         (text,) = re.findall(r"```python\n(.*?)```", TRUST, re.DOTALL)
         exec(compile(text, "tutorial", "exec"), {})

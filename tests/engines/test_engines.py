@@ -118,6 +118,7 @@ def str_keys(run: Run) -> dict[str, Any]:
 # Every method
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_passes_every_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a method is seen to learn from three times the examples as well as from eight times, in half the time
@@ -140,6 +141,7 @@ def flat(value: Any, path: str = "") -> dict[str, float]:
     return {p: v for key, child in items for p, v in flat(child, f"{path}/{key}").items()}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "engines"),
     [
@@ -272,6 +274,7 @@ class MixesLater(Plain):
         return view.train(loss, down, "local", self.optimizer)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("method", "check", "says"),
     [

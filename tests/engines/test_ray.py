@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-slow = pytest.mark.slow
+slow = pytest.mark.full
 STORE = 200 << 20
 
 

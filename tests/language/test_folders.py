@@ -44,6 +44,7 @@ def live(run: Run, client: int | None) -> Tensor:
         return run.federation.architectures["language"].apply(params, inputs(run))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["flora", "fedex_lora"])
 def test_a_base_that_moved_is_written_once(method: str, llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path, method=method, lora={"ranks": [2]}))
@@ -95,6 +96,7 @@ def test_layers_that_are_matrices_are_kept_whole_and_the_others_are_factors(
     assert float((base - live(run, None)).abs().max()) > 1e-3
 
 
+@pytest.mark.full
 def test_adapters_of_a_rank_say_how_far_they_are(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

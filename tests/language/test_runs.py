@@ -80,6 +80,7 @@ def toml(tables: dict[str, Any], path: Path) -> Path:
     return path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", FORMS)
 def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path, tmp_path: Path) -> None:
     ranks = {"ranks": [2]} if method in EQUAL_RANKS else {}
@@ -110,6 +111,7 @@ def test_clients_share_one_base_and_hold_factors_alone(llama: Path, tmp_path: Pa
     assert uploads.parameters_up < 3 * whole / 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
 def test_the_head_of_a_classifier_is_what_the_settings_say(head: str, bert: Path, tmp_path: Path) -> None:
     rows = [
@@ -183,7 +185,7 @@ def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tm
     assert (told["round"], told["client"]) == (1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> None:
     # a fifth of the replies never arrive, as from clients that die in mid-round
     settings = {"rounds": 6, "lost_replies": 0.2, "evaluate_every": 10}
@@ -209,6 +211,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> No
     assert any(r["lost"] for r in records[0])
 
 
+@pytest.mark.full
 def test_recomputed_activations_give_the_same_model(llama: Path, tmp_path: Path) -> None:
     plain = run_of(causal(llama, tmp_path))
     again = run_of(causal(llama, tmp_path, language={"gradient_checkpointing": True}))
@@ -219,6 +222,7 @@ def test_recomputed_activations_give_the_same_model(llama: Path, tmp_path: Path)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=path)
 
 
+@pytest.mark.full
 def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp_path: Path) -> None:
     plain = run_of(causal(llama, tmp_path))
     half = run_of(causal(llama, tmp_path, language={"autocast": "bfloat16"}))
@@ -231,6 +235,7 @@ def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp
     assert 0 < float((a - b).abs().max()) < 0.1 * float(a.abs().max())
 
 
+@pytest.mark.full
 def test_scores_are_of_the_model_that_is_named(llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path, run={"rounds": 3}))
     task = PerplexityTask(str(tmp_path / "train.jsonl"), text="response", instruction="prompt", end=True)

@@ -25,6 +25,7 @@ def expected(model, tokenizer, prompts, count):
     return [tokenizer.decode(greedy(model, tokenizer(p)["input_ids"], count)) for p in prompts]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_greedy_is_the_likeliest_token_one_by_one_in_batches_of_any_size(tokenizer, make, batch_size):
@@ -145,6 +146,7 @@ def test_sampling_draws_from_the_key_alone(tokenizer):
     assert twice[:2] != twice[2:]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.5, 1.0), (1.0, 0.6)])
 def test_sampling_follows_the_distribution(tokenizer, temperature, top_p):
     model = llama(len(tokenizer), initializer_range=0.1).eval()

@@ -100,6 +100,7 @@ def step(
     )
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 14), st.integers(1, 14)),

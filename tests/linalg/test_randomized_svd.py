@@ -53,6 +53,7 @@ def test_the_iteration_is_used_where_it_pays_and_says_when_it_fails(caplog: pyte
     assert "full decomposition" in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(400, 300), (300, 400)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_flat_spectra_need_no_full_decomposition(

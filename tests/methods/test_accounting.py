@@ -42,14 +42,15 @@ def gigabytes(method: Method[Any, Any, Any, Any]) -> float:
     return 4 * (record.parameters_up + record.parameters_down) / CLIENTS * SESSION / 1e9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("fedspa", "apfl") else n for n in CIFAR10]
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in ("fedspa", "apfl") else n for n in CIFAR10]
 )
 def test_a_session_with_resnet18_weighs_what_the_paper_says(name: str) -> None:
     assert gigabytes(METHODS[name](batch_size=2)) == pytest.approx(CIFAR10[name], abs=0.00501)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fedslr_sends_factors_down_and_the_whole_model_up() -> None:
     # after one round with a strong penalty every matrix has lost most of its rank; the next downlink shows it
     method = METHODS["fedslr"](batch_size=2, lam=1.5, eta_g=1.0)

@@ -287,6 +287,7 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
 # -- small and uneven federations ----------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("engine", "names", "sizes"), [("sequential", METHODS, (5,)), ("vectorized", KINDS[::2], (5, 3))]
 )

@@ -60,6 +60,7 @@ def made(name: str) -> Method:
     return METHODS[name](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])
 def test_roles_come_from_shapes_and_never_from_names(name: str) -> None:
     result = simulate(made(name), federation(), rounds=3)

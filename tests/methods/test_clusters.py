@@ -350,6 +350,7 @@ def test_the_memory_of_a_server_survives_its_bytes() -> None:
 # -- Local Adaptor -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("alpha", "precondition"), [(1.0, True), (1.6, False), (0.5, True)])
 def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -> None:
     federation = alike()
@@ -382,6 +383,7 @@ def test_a_frozen_local_adaptor_is_fedavg_and_none_is_sent() -> None:
 # -- Ensemble ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mixed", ["outputs", "weights"])
 @pytest.mark.parametrize("known", [None, KNOWN], ids=["learned", "optimal"])
 def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
@@ -421,6 +423,7 @@ def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
@@ -618,6 +621,7 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     assert not run.draws.unseen & set(run.state.clients)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",
     [FedEM(clusters=2, adapt=40), Ensemble(clusters=2, router=Router(lr=2.0, adapt=60))],
@@ -642,6 +646,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
 # -- the battery and bad input -------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",
     [

@@ -118,6 +118,7 @@ def test_ditto(lam: float, engine: type[Engine]) -> None:
 
 
 # a moves as the paper says and meets a bound, moves slowly enough to meet none, or stays
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("alpha", "pace", "bounds"),
     [(0.5, 1.0, {0.0}), (0.97, 1.0, {1.0}), (0.5, 0.05, set()), (0.2, 0.0, set())],
@@ -306,6 +307,7 @@ def gradients(federation: Federation, theta: dict[str, Tensor]) -> list[dict[str
     return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["scaffold", "feddyn"])
 def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradients_there(name: str) -> None:
     federation = Federation.from_arrays(arrays(), {"small": Linear}, classes=4)
@@ -330,6 +332,7 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
 # -- Ditto ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, clip=0.5), AdamW(lr=0.01)])
 @pytest.mark.parametrize("lam", [0.0, 0.5])
 def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, optimizer: Any) -> None:
@@ -369,6 +372,7 @@ def test_ditto_shows_both_models() -> None:
 # -- APFL ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.0, False), (0.5, False), (0.5, True), (1.0, False)])
 def test_the_global_model_of_apfl_is_that_of_fedavg_bit_for_bit(alpha: float, adaptive: bool) -> None:
     a = run_of(APFL(alpha=alpha, adaptive=adaptive, **LOCAL), alike(**F32), **SAMPLE)
@@ -450,6 +454,7 @@ def test_bad_settings_are_refused(make: Any, said: str) -> None:
         make()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_clients_of_one_model_are_trained_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a function that captured what differs between clients would be executed client by client

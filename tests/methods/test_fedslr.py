@@ -58,6 +58,7 @@ def unlike_zero(values) -> bool:
 # Golden values
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("efficient", [True, False])
 @pytest.mark.parametrize(
     ("options", "flags"),
@@ -336,6 +337,7 @@ def step_of_divergence(federation) -> int:
     raise AssertionError("it does not diverge")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("executor", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", NUCLEAR)
 def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: str, executor: str) -> None:

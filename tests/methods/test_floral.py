@@ -94,6 +94,7 @@ def golden(
 # -- against NumPy -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("router", "wanted"),
     [

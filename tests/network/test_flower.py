@@ -28,9 +28,6 @@ from fedlowrank.simulation.evaluation import rounded
 from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
 from fedlowrank.simulation.run import Run
 
-deployment = pytest.mark.skipif(
-    "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it"
-)
 COMMAND = [sys.executable, "-m", "fedlowrank.cli.main"]
 
 
@@ -84,8 +81,8 @@ def test_a_message_is_words_and_one_buffer() -> None:
     assert len(records.array_records["payload"]) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedhl", pytest.param("scaffold", marks=deployment)])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["fedhl", pytest.param("scaffold", marks=pytest.mark.full)])
 def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: str) -> None:
     pytest.importorskip("ray")
     file = written(tmp_path / "t.toml", tables(method))
@@ -166,8 +163,7 @@ def rounds(out: Path) -> int:
     return len(read_lines(out)) - 1 if (out / METRICS).exists() else -1
 
 
-@pytest.mark.slow
-@deployment
+@pytest.mark.full
 @pytest.mark.timeout(840)
 def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_run(
     tmp_path: Path, parties: list[ClientRuntime]

@@ -114,7 +114,7 @@ def flwr_run(home: Path, app: Path, link: SuperLink, keys: ServerKeys, **variabl
     return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
     foreign: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -183,10 +183,7 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
         assert node.tail(1000).count("SuperNode ID") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes a minute; `make test-deployment` runs it"
-)
+@pytest.mark.full
 def test_a_server_without_keys_tells_how_runs_stand_and_leaves_nothing(
     foreign: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

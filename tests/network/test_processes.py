@@ -117,7 +117,7 @@ def test_the_environment_is_private_and_keeps_what_was_set(
 # processes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = Script(tmp_path / "a", "printf '\\033[91mbroken\\033[0m: no ink\\n'; exit 3")
     script.start()
@@ -132,7 +132,7 @@ def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_e
     assert not script.alive()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_tail_is_of_the_last_start_and_no_longer_than_asked(tmp_path: Path) -> None:
     script = Script(tmp_path, "for i in 1 2 3; do echo old $i; done")
     script.start()
@@ -146,7 +146,7 @@ def test_the_tail_is_of_the_last_start_and_no_longer_than_asked(tmp_path: Path) 
     assert "old 1" in script.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script = Script(
         tmp_path,
@@ -168,7 +168,7 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_ends_when_asked_is_left_to(tmp_path: Path) -> None:
     script = Script(
         tmp_path, "trap 'sleep 0.3; echo adieu; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
@@ -181,7 +181,7 @@ def test_what_ends_when_asked_is_left_to(tmp_path: Path) -> None:
     assert (script.code, script.tail().splitlines()[-1]) == (7, "adieu")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_path: Path) -> None:
     wait = "import sys, time; print('ready', flush=True); time.sleep(83)"
     child = f'{sys.executable} -c "{wait}" {tmp_path} --runtime-api-address 127.0.0.1:1 --parent-pid'
@@ -203,7 +203,7 @@ def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_
     until(lambda: other not in process_tree.processes())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_other(tmp_path: Path) -> None:
     starter = (
         "import sys, time; from pathlib import Path; from tests.network.test_processes import Script;"
@@ -344,7 +344,7 @@ def run_supervised(
     return thread, stop, errors
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -367,7 +367,7 @@ def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(
     assert "connected to 127.0.0.1:1, which calls this client 123" in log
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(tmp_path: Path) -> None:
     began = time.monotonic()
     node = Pretended(tmp_path / "refused", REFUSED)
@@ -384,7 +384,7 @@ def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(t
     assert node.starts == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_connection_wipes_out_what_failed_before(tmp_path: Path) -> None:
     steady = f"{CONNECTED}; sleep 3; exit 9"
     scripts = ["exit 2", "exit 2", steady, "exit 2", REFUSED, REFUSED, REFUSED, f"{CONNECTED}; exec sleep 87"]
@@ -398,7 +398,7 @@ def test_a_connection_wipes_out_what_failed_before(tmp_path: Path) -> None:
     assert not errors
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_told_to_stop_in_a_pause_it_starts_nothing_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -323,7 +323,7 @@ for name, (bomb, form) in bombs.items():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_large_upload_is_held_once_and_bombs_take_neither_memory_nor_time() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BOMBS],

@@ -179,7 +179,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     ("every", "seed"),
     [
         *((1, 0), (3, 4)),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 1), (1, 2), (3, 5), (3, 6))),
+        *(pytest.param(*more, marks=pytest.mark.full) for more in ((1, 1), (1, 2), (3, 5), (3, 6))),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(
@@ -206,7 +206,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert_same_end(folder, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
     whole, folder = unbroken(1), tmp_path / "run"
     command = [sys.executable, "-m", "fedlowrank.cli.main"]

@@ -105,7 +105,7 @@ def test_bad_options_are_named(options: list[str], said: str, capsys: pytest.Cap
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "engine", "most"),
     [

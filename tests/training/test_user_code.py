@@ -322,7 +322,7 @@ def _restore() -> Any:
     ("kind", "engine"),
     [
         pytest.param(
-            k, e, marks=() if e in HERE or k in CARRIED else pytest.mark.slow, id=f"{k.__name__}-{e}"
+            k, e, marks=() if e in HERE or k in CARRIED else pytest.mark.full, id=f"{k.__name__}-{e}"
         )
         for k in MODULES
         for e in LOCAL

@@ -191,7 +191,7 @@ def test_local_noise_is_half_in_units_of_its_sensitivity(accountant: Accountant)
         (ALL, "rdp", 8.0, 100),
         (ALL, "pld", 8.0, 100),
         (ALL, "pld", 100.0, 1),
-        pytest.param(FIXED, "rdp", 3.0, 30, marks=pytest.mark.slow),
+        pytest.param(FIXED, "rdp", 3.0, 30, marks=pytest.mark.full),
     ],
 )
 def test_calibrated_noise_is_the_smallest_within_budget(

@@ -521,7 +521,7 @@ def test_a_contribution_without_tensors() -> None:
     assert aggregator.finish() == {}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_hundred_clients_with_a_hundred_thousand_numbers_take_seconds() -> None:
     clients, x = list(range(100)), torch.linspace(-1, 1, 100_000)
     start = time.process_time()
