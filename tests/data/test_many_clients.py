@@ -63,7 +63,7 @@ def test_counts_are_those_of_every_client() -> None:
 def test_a_negative_label_is_named_with_its_client(part: str) -> None:
     given = clients(4)
     given[2][part][1][0] = -3
-    with pytest.raises(DataError, match=r"^client 2: label -3 is negative$"):
+    with pytest.raises(DataError, match=r"^client 2: label -3 is negative\. .*give y > 0$"):
         Federation.from_arrays(given, nn.Linear(4, 3))
 
 

@@ -68,17 +68,15 @@ def test_one_hot_targets_are_said_to_make_a_regression() -> None:
 def test_data_frames_are_arrays_but_no_pairs() -> None:
     pandas = pytest.importorskip("pandas")
     frame, series = pandas.DataFrame(X.double().numpy()), pandas.Series(LABELS.numpy())
-    made = examples_from_arrays((frame, series), 0)
+    made = examples_from_arrays((frame, series), "client 0")
     assert torch.equal(made.inputs, X)
     assert torch.equal(made.y, LABELS)
     array = X.numpy().copy()
     array.flags.writeable = False
-    assert torch.equal(examples_from_arrays((array, LABELS), 0).inputs, X)
-    assert torch.equal(examples_from_arrays((array[::-1], LABELS), 0).inputs, X.flip(0))
+    assert torch.equal(examples_from_arrays((array, LABELS), "client 0").inputs, X)
+    assert torch.equal(examples_from_arrays((array[::-1], LABELS), "client 0").inputs, X.flip(0))
     frame["name"] = "text"
-    with pytest.raises(
-        DataError, match="client 0: the inputs must be an array of numbers, not a DataFrame of object"
-    ):
+    with pytest.raises(DataError, match=r"client 0: the column 'name' holds no numbers.*'text'.*get_dummies"):
         federation(LABELS, frame)
     # a client that is one table of two columns would else unpack into the columns' names
     table = pandas.DataFrame({"x": [1.0, 2.0], "y": [0, 1]})
@@ -91,7 +89,7 @@ def test_data_frames_are_arrays_but_no_pairs() -> None:
 @pytest.mark.parametrize(
     ("x", "y", "says"),
     [
-        (X, ["a"] * 12, "the targets must be an array of numbers, not a list of 12 of <U1; encode text as numbers first"),
+        (["a"] * 12, LABELS, "the inputs must be an array of numbers, not a list of 12 of <U1; encode text as numbers first"),
         (X.to(torch.complex64), LABELS, "the inputs must be real numbers, not torch.complex64"),
         ([[1.0], [1.0, 2.0]], [0, 1], "the inputs must be an array of numbers"),
         (None, LABELS, "the inputs must be an array of numbers, not a NoneType"),

@@ -134,6 +134,7 @@ class ClientInfo:
         rank: rank of its low-rank parts, or None where the method decides.
         cluster: which of the ground-truth tasks its data come from, or None if unknown. Methods with optimal
             routing use it, and reports compare learned routes with it.
+        name: as the user calls it, such as a hospital; empty where clients have only numbers.
     """
 
     id: int
@@ -141,10 +142,21 @@ class ClientInfo:
     architecture: str
     rank: int | None = None
     cluster: int | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            object.__setattr__(self, "rank", check_minimum(f"client {self.id}: its rank", self.rank, 1))
+            object.__setattr__(self, "rank", check_minimum(f"{self.title}: its rank", self.rank, 1))
+
+    @property
+    def title(self) -> str:
+        """The client in a message, such as ``client 2 (north)``."""
+        return client_title(self.id, self.name)
+
+
+def client_title(client: int, name: str = "") -> str:
+    """A client in a message: its number, and its name if it has one."""
+    return f"client {client} ({name})" if name else f"client {client}"
 
 
 @dataclass(frozen=True)

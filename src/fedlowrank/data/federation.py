@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +18,30 @@ from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
-from ..models.architecture import Architecture, build_architecture, describe_example, looks_up_ids
+from ..models.architecture import (
+    Architecture,
+    build_architecture,
+    choose_types,
+    describe_example,
+    looks_up_ids,
+)
 from .augment import NO_AUGMENT, Augment
-from .dataset import ClientData, Examples
-from .input_types import InputTypes, is_whole
+from .columns import Columns
+from .dataset import ClientData, Examples, Inputs
+from .input_types import InputTypes, convert_named_input, is_image, is_whole
 from .partitions import read_partitions
 from .pixels import Pixels, pack
 from .user_arrays import (
-    ArrayPair,
     class_names,
     client_from_arrays,
     first_input,
     label_warning,
     target_warning,
 )
+from .user_clients import read_clients
+from .user_labels import number_labels, number_words
+
+logger = logging.getLogger(__name__)
 
 # Examples that are hashed at a time: images stored as bytes become four times as large.
 _HASH_ROWS = 4096
@@ -73,6 +84,7 @@ class Federation:
         companion: what else belongs to the models, such as a tokenizer; exports them for other libraries.
         here: ids of the clients whose data are on this machine, or None for all; the others have no examples.
         remarks: what a user should know of how the models fit the data; found if None.
+        choices: what :meth:`from_arrays` chose where the user did not: types of inputs, heads.
     """
 
     clients: Sequence[ClientData]
@@ -87,6 +99,7 @@ class Federation:
     companion: Companion | None = None
     here: frozenset[int] | None = None
     remarks: tuple[str, ...] | None = None
+    choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
@@ -95,16 +108,18 @@ class Federation:
             if info.id != i:
                 raise DataError(f"the client at place {i} has the id {info.id}; ids count from 0")
             if not len(data.train) and (self.here is None or i in self.here):
-                raise DataError(f"client {i} has no training example")
+                raise DataError(f"{info.title} has no training example")
             if info.architecture not in self.architectures:
-                raise TaskError(f"client {i} has model {info.architecture!r}; known: {[*self.architectures]}")
+                raise TaskError(
+                    f"{info.title} has model {info.architecture!r}; known: {[*self.architectures]}"
+                )
             for part, examples in (("train", data.train), ("val", data.val), ("test", data.test)):
-                self._check_kind(examples, i, part)
+                self._check_kind(examples, info.title, part)
             if self.augment.active:
                 try:
                     self.augment.check(data.train.x)
                 except DataError as error:
-                    raise DataError(f"client {i}: {error}") from error
+                    raise DataError(f"{info.title}: {error}") from error
         if self.clients[0].train.regression:
             self._check_target_widths()
         # A companion makes the head for the number of classes itself.
@@ -115,23 +130,23 @@ class Federation:
         if self.remarks is None:
             object.__setattr__(self, "remarks", remarks)
 
-    def _check_kind(self, examples: Examples, client: int, part: str) -> None:
+    def _check_kind(self, examples: Examples, client: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
         if (examples.regression or examples.tokens) != bool(self.classes):
             return
         kind = "token labels" if examples.tokens else "class labels"
         kind = "real targets" if examples.regression else kind
         raise DataError(
-            f"client {client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
+            f"{client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
             "regression has none, and all clients learn the same kind of task"
         )
 
     def _check_target_widths(self) -> None:
         """Reject clients of a regression with targets of different widths."""
         clients = reversed(list(enumerate(self.clients)))
-        widths = {e.y.shape[1]: i for i, d in clients for e in (d.train, d.val, d.test)}
+        widths = {e.y.shape[1]: self.infos[i].title for i, d in clients for e in (d.train, d.val, d.test)}
         if len(widths) > 1:
-            found = ", ".join(f"{width} at client {i}" for width, i in sorted(widths.items()))
+            found = ", ".join(f"{width} at {title}" for width, title in sorted(widths.items()))
             raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
 
     def _check_outputs(self) -> list[str]:
@@ -145,16 +160,16 @@ class Federation:
         first = {(i.architecture, _input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)}
         for (name, _), client in first.items():
             examples = self.clients[client].train
-            example = _first_input(examples)
+            example, title = _first_input(examples), self.infos[client].title
             try:
                 scores, trainable = self.architectures[name].probe_gradient(example)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise TaskError(
-                    f"client {client}: model {name} does not take its inputs: {error}. {describe_example(example)} "
+                    f"{title}: model {name} does not take its inputs: {error}. {describe_example(example)} "
                     "Inputs of all clients with the same model need one shape that the model takes."
                 ) from error
             shape = list(scores.shape)
-            found = f"client {client}: model {name} makes {shape} of one example, but"
+            found = f"{title}: model {name} makes {shape} of one example, but"
             if examples.regression:
                 if shape != [1, examples.y.shape[1]]:
                     raise TaskError(f"{found} its target is [1, {examples.y.shape[1]}]")
@@ -165,12 +180,12 @@ class Federation:
                 )
             if not scores.is_floating_point():
                 raise TaskError(
-                    f"client {client}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
+                    f"{title}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
                     "learnt; it must return floating-point numbers, those before an argmax or a rounding"
                 )
             if not trainable:
                 raise TaskError(
-                    f"client {client}: no gradient of the scores of model {name} reaches its parameters, so "
+                    f"{title}: no gradient of the scores of model {name} reaches its parameters, so "
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
                     "or rounding in its forward, as it is in training mode."
                 )
@@ -205,7 +220,7 @@ class Federation:
                 f"makes {scores.shape[1]} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
                 "the classes if there are more (classes=...), or give it as many outputs as classes"
             )
-        return f"client {client}: model {name} " + "; it ".join(found) + "." if found else ""
+        return f"{self.infos[client].title}: model {name} " + "; it ".join(found) + "." if found else ""
 
     @property
     def key(self) -> Key:
@@ -286,7 +301,8 @@ class Federation:
         rows = []
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             sizes = {"train": len(data.train), "val": len(data.val), "test": len(data.test)}
-            row = {"id": info.id, "architecture": info.architecture, **sizes}
+            named = {"name": info.name} if info.name else {}
+            row = {"id": info.id, **named, "architecture": info.architecture, **sizes}
             classes = {part: of[i] for part, of in counts.items()}
             known = {"rank": info.rank, "cluster": info.cluster}
             rows.append({**row, "classes": classes, **{n: v for n, v in known.items() if v is not None}})
@@ -309,9 +325,13 @@ class Federation:
     @check_arguments
     def from_arrays(
         cls,
-        clients: Sequence[ArrayPair | Mapping[str, ArrayPair]],
+        clients: Any,
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, nn.Module | Callable[[], nn.Module]],
         *,
+        client: Any = None,
+        target: Any = None,
+        features: Sequence[Any] | None = None,
+        split: Any = None,
         head: str | None = None,
         architecture: Sequence[str] | None = None,
         rank: Sequence[int | None] | None = None,
@@ -326,23 +346,39 @@ class Federation:
         """Make a federation of your own data and models.
 
         Args:
-            clients: for each client a pair of inputs and labels ``(x [n, ...], y [n])``, which is divided at
-                random; or a dict of such pairs under ``train`` and optionally ``val`` and ``test``. Tensors,
-                numpy arrays or data frames. Arrays of unsigned bytes are pixels and are divided by 255; other
-                inputs become float32 and keep their values. Whole numbers stay whole, int64, where the model
-                looks them up: it takes them, and has an ``nn.Embedding`` or refuses float32. See
-                :mod:`fedlowrank.data.input_types`. Labels are whole numbers from 0. Real targets ``y [n, d]``
-                make a regression, with d = 1 for a single number.
+            clients: a list with the data of each client; a dict of them by the clients' names; or one
+                ``pandas.DataFrame`` with the rows of all clients, see ``client``. The data of a client are a
+                pair of inputs and labels ``(x [n, ...], y [n])``, a ``torch.utils.data.Dataset`` with a
+                length, a data frame with a column ``target``, or a dict of columns, and are divided at
+                random. Parts of your own are a dict of these under ``train`` and optionally ``val`` and
+                ``test``, or a tuple ``(train, test)`` or ``(train, val, test)``. Arrays are tensors, numpy
+                arrays, data frames or lists; x may be a dict of them, which the model gets as keyword
+                arguments. Arrays of unsigned bytes are pixels and are divided by 255; other inputs become
+                float32 and keep their values. Whole numbers stay whole, int64, where the model looks them up:
+                it takes them, and has an ``nn.Embedding`` or refuses float32. See
+                :mod:`fedlowrank.data.input_types`. Labels are whole numbers, truth values or text. Text is
+                numbered in sorted order. Whole numbers stay if each is a place among the model's scores;
+                else they are numbered in sorted order, with a warning. Real targets ``y [n, d]`` make a
+                regression, with d = 1 for a single number.
             model: a module (its parameters are the initial ones), a factory of modules (initialized from the
                 seed), or several of them by name. A module is used as it is, but its parameters, buffers,
                 attributes and modes are not changed here. It is called on single examples to find out what
                 it takes and returns; its hooks run then.
-            head: dotted name of the submodule that is the head; see :class:`Architecture`.
+            client: of one data frame: the column that names the client of each row.
+            target: of data frames: the column of the labels (text, truth values, whole numbers) or of the real
+                targets, or a list of columns of real targets. Of examples or clients that are dicts: the key;
+                by default ``label``, ``labels``, ``target``, ``targets`` or ``y``.
+            features: of data frames and dicts: the columns or keys of the inputs; by default all others.
+            split: of one data frame: the column that names the part of each row, ``train``, ``val`` or
+                ``test``.
+            head: dotted name of the submodule that is the head; see :class:`Architecture`. By default the
+                ``nn.Linear`` that the forward ends in, if it makes one score for each class.
             architecture: name of each client's model. By default client k has the (k mod number)-th.
             rank: rank of each client's low-rank parts; lowered, with a warning, where it is above what a
                 layer can have.
             cluster: ground-truth task of each client, counted from 0, for methods with optimal routing.
-            classes: names or number of the classes. By default the largest label plus one.
+            classes: names or number of the classes. By default the largest label plus one, or the sorted
+                labels if they are text.
             val: share of the examples for validation, if the client has no split of its own.
             test: share for testing, likewise.
             seed: seed of all randomness.
@@ -354,34 +390,38 @@ class Federation:
             TaskError: if a model does not fit.
         """
         key = Key((seed,))
-        clients = list(clients)
-        if not clients:
-            raise DataError("a federation needs at least one client")
-        models = model if isinstance(model, Mapping) else {"model": model}
-        given = first_input(clients[0])
-        types = InputTypes(
-            ids=given is not None
-            and is_whole(given)
-            and all(looks_up_ids(m, given.long(), key / "init" / n) for n, m in models.items())
+        given, classes_given = number_words(
+            read_clients(clients, Columns(client, target, features, split), key), classes
         )
-        data = [client_from_arrays(c, i, val, test, key, types) for i, c in enumerate(clients)]
-        names = class_names(data, classes)
-        said = [types.warning(), target_warning([d.train.y for d in data])]
-        if classes is None:
-            said.append(label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
-        notes = tuple(note for note in said if note)
+        titles = [one.title for one in given]
+        models = model if isinstance(model, Mapping) else {"model": model}
+        first = first_input(given[0])
+        types = _input_types(models, first, key / "init")
+        data = [client_from_arrays(one, i, val, test, key, types) for i, one in enumerate(given)]
+        choices = types.choices(first)
         example = _first_input(data[0].train)
         try:
             architectures = {
                 n: build_architecture(n, m, example, head, key / "init" / n) for n, m in models.items()
             }
         except TaskError as error:
-            if isinstance(example, dict) or given is None or example.dtype == given.dtype:
+            if not choices:
                 raise
-            cast = f"{given.dtype} to {example.dtype}".replace("torch.", "")
-            raise TaskError(
-                f"{error} The inputs were converted from {cast}, as of any model that does not take whole numbers."
-            ) from error
+            raise TaskError(f"{error} {' '.join(choices)}") from error
+        said = [types.warning(), target_warning([d.train.y for d in data])]
+        if classes_given is None:
+            data, classes_given, note = number_labels(data, _outputs(architectures, example), titles)
+            said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
+        names = class_names(data, classes_given, titles)
+        notes = tuple(note for note in said if note)
+        outputs = len(names) or data[0].train.y.shape[-1]
+        for n, one in architectures.items():
+            if not data[0].train.tokens and one.choose_head(outputs):
+                choices += (
+                    f"Model {n}: its head is {one.head_name!r}, the nn.Linear that its forward ends in.",
+                )
+        for choice in choices:
+            logger.info(choice)
         if architecture is None:
             every = list(architectures)
             architecture = [every[i % len(every)] for i in range(len(data))]
@@ -398,13 +438,38 @@ class Federation:
         if cluster is not None and min(cluster) < 0:
             raise DataError(f"clusters count from 0, but there is a {min(cluster)}")
         infos = [
-            ClientInfo(i, len(d.train), a, r, c)
-            for i, (d, a, r, c) in enumerate(zip(data, architecture, ranks, clusters, strict=True))
+            ClientInfo(i, len(d.train), a, r, c, one.name)
+            for i, (d, a, r, c, one) in enumerate(
+                zip(data, architecture, ranks, clusters, given, strict=True)
+            )
         ]
-        made = cls(data, infos, architectures, names, seed, name, notes, augment=augment)
+        made = cls(
+            data, infos, architectures, names, seed, name, notes, augment=augment, choices=tuple(choices)
+        )
         for note in (*notes, *(made.remarks or ())):
             warn_user(note)
         return made
+
+    @classmethod
+    def from_datasets(
+        cls,
+        datasets: Any,
+        model: nn.Module | Callable[[], nn.Module] | Mapping[str, nn.Module | Callable[[], nn.Module]],
+        **options: Any,
+    ) -> Federation:
+        """Make a federation of data sets of torch: another name of :meth:`from_arrays`, which takes them, too.
+
+        Args:
+            datasets: a list with a data set, or a tuple (train, test) of them, for each client; or a dict of
+                these by the clients' names. Each is read once into memory.
+            model: as for :meth:`from_arrays`.
+            **options: those of :meth:`from_arrays`.
+
+        Raises:
+            DataError: if an example does not fit; the message names the client.
+            TaskError: if a model does not fit.
+        """
+        return cls.from_arrays(datasets, model, **options)
 
     @classmethod
     def from_partitions(
@@ -440,6 +505,29 @@ class Federation:
         """
         clients, classes = read_partitions(partitions, label, features, split, size, channels)
         return cls.from_arrays(clients, model, **{"classes": classes, **options})
+
+
+def _input_types(
+    models: Mapping[str, nn.Module | Callable[[], nn.Module]],
+    first: Tensor | dict[str, Tensor] | None,
+    key: Key,
+) -> InputTypes:
+    """The types in which the models get inputs, given one of them."""
+    if isinstance(first, dict):
+        example = {
+            n: t if is_whole(t) and not is_image(t) else convert_named_input(t) for n, t in first.items()
+        }
+        return InputTypes(named=choose_types(models, example, key))
+    return InputTypes(
+        ids=first is not None
+        and is_whole(first)
+        and all(looks_up_ids(m, first.long(), key / n) for n, m in models.items())
+    )
+
+
+def _outputs(architectures: Mapping[str, Architecture], example: Inputs) -> int:
+    """The number of scores that all models make of an example."""
+    return min(int(a.probe(example).shape[-1]) for a in architectures.values())
 
 
 def _first_input(examples: Examples) -> Tensor | dict[str, Tensor]:

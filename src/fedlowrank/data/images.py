@@ -135,6 +135,27 @@ def stack_images(
     return scale_bytes(out)
 
 
+def image_to_array(image: Image, name: str) -> np.ndarray:
+    """Bytes [channels, height, width] of an image of pillow; palettes as colors, one bit a pixel as 0 and 255.
+
+    Args:
+        image: of any mode with 8 bits a channel, or 16 bits of gray.
+        name: of the image, for messages.
+
+    Raises:
+        DataError: if it has 32 bits a pixel, or cannot be decoded.
+    """
+    try:
+        converted = _to_bytes(image, name)
+        # other modes have bytes of their own
+        if other := {"P": "RGB", "PA": "RGBA", "1": "L"}.get(converted.mode):
+            converted = converted.convert(other)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{name} cannot be decoded: {error}") from error
+    values = np.array(converted, dtype=np.uint8)
+    return values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+
+
 def _to_bytes(image: Image, name: str) -> Image:
     """An image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
     if image.mode.startswith("I;16"):

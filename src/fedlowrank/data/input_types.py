@@ -4,10 +4,14 @@ An array of unsigned bytes holds pixels: it becomes float32 and is divided by 25
 float32 with their values unchanged, also those of 16 bits, signed bytes and truth values. Three kinds of bytes
 are no pixels: columns of single numbers in a table or data frame; ids ``[n]`` or ``[n, T]`` that the model
 looks up, which stay whole; and named inputs with fewer than three axes, such as masks of tokens.
+
+Named inputs (a dict) follow the same rule, each by itself. Their truth values and bytes with fewer than three
+axes stay as they are where the model takes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,9 +42,21 @@ def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
     return x if x.dtype == wanted else x.to(wanted)
 
 
-def convert_named_input(x: Tensor) -> Tensor:
-    """One of several named inputs: images of bytes as float32 in [0, 1], anything else unchanged."""
-    return convert_inputs(x) if x.dtype == torch.uint8 and x.ndim >= _IMAGE_AXES else x
+def convert_named_input(x: Tensor, whole: torch.dtype | None = None) -> Tensor:
+    """One of several named inputs: real numbers and images of bytes as :func:`convert_inputs` makes them.
+
+    Args:
+        x: numbers of any real type.
+        whole: the type of other bytes, whole numbers and truth values; None leaves them as they are.
+    """
+    if x.is_floating_point() or is_image(x):
+        return convert_inputs(x)
+    return x if whole is None else x.to(whole)
+
+
+def is_image(x: Tensor) -> bool:
+    """Whether these are bytes ``[n, height, width]`` or more."""
+    return x.dtype == torch.uint8 and x.ndim >= _IMAGE_AXES
 
 
 def is_whole(x: Tensor) -> bool:
@@ -54,9 +70,11 @@ class InputTypes:
 
     Attributes:
         ids: whether the model looks up whole numbers.
+        named: types of those named inputs that are no real numbers.
     """
 
     ids: bool = False
+    named: Mapping[str, torch.dtype] = field(default_factory=dict)
     _scaled: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
     _others: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict, init=False)
 
@@ -68,13 +86,35 @@ class InputTypes:
             where: which part they are, for messages.
             name: of the input, where there are several.
         """
-        converted = convert_named_input(x) if name else convert_inputs(x, ids=self.ids)
+        converted = convert_named_input(x, self.named.get(name)) if name else convert_inputs(x, ids=self.ids)
         if x.dtype == torch.uint8 and converted.dtype == torch.float32:
             first, largest = self._scaled.get(name, (where, 0))
             self._scaled[name] = first, max(largest, int(x.max()) if x.numel() else 0)
         else:
             self._others.setdefault(name, []).append((where, converted))
         return converted
+
+    def choices(self, given: Tensor | Mapping[str, Tensor] | None) -> list[str]:
+        """Sentences on the inputs whose type was changed, and why.
+
+        Args:
+            given: the first inputs as they were given, or by name.
+        """
+        named = given if isinstance(given, Mapping) else {} if given is None else {"": given}
+        said = []
+        for name, x in named.items():
+            others = self._others.get(name)
+            if x.is_floating_point() or (others and others[0][1].dtype == x.dtype):
+                continue
+            if name in self._scaled:
+                how = "float32 and divided by 255, for unsigned bytes are pixels"
+            elif others and others[0][1].dtype != torch.float32:
+                how = f"{others[0][1].dtype}, for the model looks them up"
+            else:
+                how = "float32 with the same values, for the model does not look them up"
+            whose = f"The inputs {name!r}" if name else "The inputs"
+            said.append(f"{whose} were converted from {x.dtype} to {how}.".replace("torch.", ""))
+        return said
 
     def warning(self) -> str | None:
         """What a user should know of the conversion, or None.
@@ -93,12 +133,15 @@ class InputTypes:
                         f"{where} are not and have values outside 0 to 1. Give all of them the same type and "
                         "scale."
                     )
-        if self.ids and len({x.dtype for _, x in self._others.get("", [])}) > 1:
-            by_type = {x.dtype: where for where, x in reversed(self._others[""])}
-            raise DataError(
-                f"the inputs of {by_type[torch.int64]} are whole numbers, which the model looks up, but those of "
-                f"{by_type[torch.float32]} are real numbers. Give all of them as whole numbers."
-            )
+        for name, others in self._others.items():
+            by_type = {x.dtype: where for where, x in reversed(others)}
+            if len(by_type) > 1 and (name or self.ids):
+                real = by_type.pop(torch.float32, "")
+                what = f"inputs {name!r}" if name else "inputs"
+                raise DataError(
+                    f"the {what} of {next(iter(by_type.values()))} are whole numbers, which the model looks up, but "
+                    f"those of {real} are real numbers. Give all of them as whole numbers."
+                )
         if any(largest == 1 for _, largest in self._scaled.values()):
             return (
                 "the inputs are unsigned bytes, which are pixels and so divided by 255, but none is above 1. If "

@@ -12,8 +12,10 @@ from torch import Tensor
 from ..core.errors import DataError
 from ..core.key import Key
 from .checks import check_finite, describe_array
+from .data_frames import frame_inputs, is_frame
 from .dataset import ClientData, Examples, Inputs
 from .input_types import InputTypes
+from .user_clients import GivenClient
 
 Array = np.ndarray[Any, Any] | Tensor
 ArrayPair = tuple[Array | Mapping[str, Array], Array]
@@ -37,46 +39,38 @@ BINARY_WARNING = (
 
 
 def client_from_arrays(
-    arrays: ArrayPair | Mapping[str, ArrayPair],
-    client: int,
-    val: float,
-    test: float,
-    key: Key,
-    types: InputTypes,
+    given: GivenClient, client: int, val: float, test: float, key: Key, types: InputTypes
 ) -> ClientData:
     """The data of one client.
 
     Args:
-        arrays: a pair (x, y) to divide at random, or a dict of pairs under ``train``, ``val`` and ``test``.
-        client: its number, for messages.
+        given: its arrays, one pair to divide at random or several by part.
+        client: its number, which with ``key`` determines the division.
         val: share for validation, if there is one pair.
         test: share for the test, likewise.
         key: root of all randomness.
         types: converts the inputs.
     """
-    if isinstance(arrays, Mapping):
-        unknown = set(arrays) - {"train", "val", "test"}
-        if unknown or "train" not in arrays:
-            raise DataError(
-                f"client {client}: splits are 'train' and optionally 'val' and 'test', not {sorted(arrays)}"
-            )
-        parts = {name: examples_from_arrays(p, client, types, name) for name, p in arrays.items()}
-        if len(parts) < 3:
-            empty = parts["train"].take(torch.arange(0))
-            parts = {"val": empty, "test": empty, **parts}
+    who = given.title
+    parts = {part: examples_from_arrays(pair, who, types, part) for part, pair in given.parts.items()}
+    if "train" in parts:
+        empty = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
+        parts = {"val": empty, "test": empty, **parts}
         return ClientData(parts["train"], parts["val"], parts["test"])
-    examples = examples_from_arrays(arrays, client, types)
+    examples = parts[""]
     n = len(examples)
+    if not n:
+        raise DataError(f"{who} has no examples; leave it out")
     n_val, n_test = round(n * val), round(n * test)
     if n - n_val - n_test < 1:
-        raise DataError(f"client {client} has {n} examples, too few for shares of {val} and {test}")
+        raise DataError(f"{who} has {n} examples, too few for shares of {val} and {test}")
     order = torch.randperm(n, generator=(key / "split" / client).generator())
     val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
 
 
 def examples_from_arrays(
-    pair: ArrayPair, client: int, types: InputTypes | None = None, part: str = ""
+    pair: tuple[Any, Any], who: str, types: InputTypes | None = None, part: str = ""
 ) -> Examples:
     """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
@@ -84,9 +78,7 @@ def examples_from_arrays(
     the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up.
     """
     types = InputTypes() if types is None else types
-    where = f"client {client}" + (f" ({part})" if part else "")
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise DataError(f"client {client}: expected a pair (x, y) of arrays, not {_describe_type(pair)}")
+    where = who + (f" ({part})" if part else "")
     x, y = pair
     try:
         targets = _targets(to_tensor(y, "the targets"), isinstance(x, Mapping))
@@ -100,7 +92,7 @@ def examples_from_arrays(
             check_finite(name, tensor)
         check_finite("its targets", targets)
     except DataError as error:
-        raise DataError(f"client {client}: {error}") from error
+        raise DataError(f"{where}: {error}") from error
     return examples
 
 
@@ -114,8 +106,8 @@ def to_tensor(array: Any, what: str) -> Tensor:
         values = np.asarray(array)
         if values.dtype.kind not in "biuf":
             raise DataError(
-                f"{what} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; encode "
-                "text as numbers first"
+                f"{what} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; "
+                + _advice(array, values)
             )
         # torch needs writable memory; a data frame gives a read-only array
         is_usable = values.flags.writeable and values.flags.c_contiguous
@@ -125,28 +117,45 @@ def to_tensor(array: Any, what: str) -> Tensor:
         raise DataError(f"{what} must be an array of numbers, not {kind}: {error}") from error
 
 
-def first_input(arrays: Any) -> Tensor | None:
-    """The first input ``[1, ...]`` of a client as it was given; None if inputs have names or are no array."""
-    pair = arrays.get("train") if isinstance(arrays, Mapping) else arrays
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[0], Mapping):
-        return None
+def _advice(array: Any, values: np.ndarray) -> str:
+    """What to pass instead of an array that holds no numbers."""
+    if hasattr(array, "toarray"):
+        return "a sparse matrix is given as toarray()"
+    items = values.ravel().tolist() if values.dtype.kind == "O" else []
+    if items and all(isinstance(item, int | float) for item in items):
+        return "give x.astype(float)"
+    if items and all(hasattr(item, "shape") for item in items):
+        shapes = sorted({str([*item.shape]) for item in items})[:3]
+        return f"its examples have the shapes {', '.join(shapes)}; give examples of one shape, numpy.stack(x)"
+    return "encode text as numbers first"
+
+
+def first_input(given: GivenClient) -> Tensor | dict[str, Tensor] | None:
+    """The first input ``[1, ...]`` of a client as it was given, or dict of them; None if it is no array."""
+    x, _ = next(iter(given.parts.values()))
     try:
-        x = input_tensor(pair[0], "the inputs")
+        inputs = (
+            {n: input_tensor(a, n) for n, a in x.items()} if isinstance(x, Mapping) else input_tensor(x, "x")
+        )
     except DataError:
-        # the conversion of all clients reports it with the client's number
+        # the conversion of all clients reports it with the client
         return None
-    return x[:1] if x.ndim and len(x) else None
+    if isinstance(inputs, Tensor):
+        return inputs[:1] if inputs.ndim and len(inputs) else None
+    return {n: t[:1] for n, t in inputs.items()} if all(t.ndim and len(t) for t in inputs.values()) else None
 
 
 def input_tensor(array: Any, what: str) -> Tensor:
-    """Inputs as a tensor of their own type; the columns of a data frame are numbers, also if stored in bytes."""
-    tensor = to_tensor(array, what)
-    is_table = hasattr(array, "columns") and tensor.dtype == torch.uint8
-    return tensor.to(torch.float32) if is_table else tensor
+    """Inputs as a tensor of their own type; of a data frame int64 or float64, also where it stores bytes."""
+    return to_tensor(frame_inputs(array) if is_frame(array) else array, what)
 
 
-def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | None) -> tuple[str, ...]:
+def class_names(
+    clients: Sequence[ClientData], classes: Sequence[str] | int | None, titles: Sequence[str]
+) -> tuple[str, ...]:
     """Names of the classes: the given ones, or the numbers up to the largest label; none for a regression.
+
+    ``titles`` are those of the clients, for messages.
 
     Raises:
         DataError: if clients mix regression and classification, or a label is negative or too large.
@@ -154,23 +163,21 @@ def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | No
     is_regression = [c.train.regression for c in clients]
     if any(is_regression) and not all(is_regression):
         raise DataError(
-            f"client {is_regression.index(True)} has real targets and client {is_regression.index(False)} "
+            f"{titles[is_regression.index(True)]} has real targets and {titles[is_regression.index(False)]} "
             "class labels; all must learn the same task"
         )
     if all(is_regression):
         if classes:
             raise DataError(
-                "client 0 has real targets, a regression, which has no classes; leave them out. For a "
+                f"{titles[0]} has real targets, a regression, which has no classes; leave them out. For a "
                 "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1)."
             )
         return ()
-    labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.regression]
-    # one concatenation, for min and max of every part of every client take longer
-    numbers = torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
+    numbers = class_labels(clients)
     count = int(numbers.max()) + 1
     # token labels are -100 where the loss does not count
     if int(numbers.min()) < 0:
-        _reject_negative_labels(clients)
+        reject_negative_labels(clients, titles)
     if classes is None:
         classes = count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
@@ -179,12 +186,22 @@ def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | No
     return names
 
 
-def _reject_negative_labels(clients: Sequence[ClientData]) -> None:
+def class_labels(clients: Sequence[ClientData]) -> Tensor:
+    """All labels of all clients, one after another."""
+    labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.regression]
+    # one concatenation, for min and max of every part of every client take longer
+    return torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
+
+
+def reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]) -> None:
     """Name the first client with a negative class label, if there is one."""
-    for client, data in enumerate(clients):
+    for title, data in zip(titles, clients, strict=True):
         for examples in (data.train, data.val, data.test):
             if not examples.regression and not examples.tokens and (examples.y < 0).any():
-                raise DataError(f"client {client}: label {int(examples.y.min())} is negative")
+                raise DataError(
+                    f"{title}: label {int(examples.y.min())} is negative. Leave out examples without a label; of "
+                    "the labels -1 and 1 give y > 0"
+                )
 
 
 def is_one_hot(y: Tensor) -> bool:

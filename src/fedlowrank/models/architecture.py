@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from .stateless import SavedSlots, restore, unchanged
 
 _PROBE = Key(("probe",))
 
+# Combinations of types of named inputs that are tried.
+_MOST_TRIED = 64
+
 
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
@@ -45,7 +49,8 @@ class Architecture:
         example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the
             split.
         head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module
-            if it has one, else ``"head"`` if there is such a submodule, else no head.
+            if it has one, else ``"head"`` if there is such a submodule, else no head; see also
+            :meth:`choose_head`.
 
     Attributes:
         name: of the architecture.
@@ -117,21 +122,55 @@ class Architecture:
         self.example = example
         self._width = 0
         if head is not None:
-            self._head = modules[head]
-            within = {id(p) for p in self._head.parameters()}
-            outside = {
-                id(p)
-                for n, m in modules.items()
-                if n.split(".")[: head.count(".") + 1] != head.split(".")
-                for p in m.parameters(recurse=False)
-            }
-            if within & outside:
-                raise TaskError(
-                    f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be "
-                    "split there"
-                )
-            self._split()
-            self._check_split(example)
+            self._use_head(head)
+
+    def _use_head(self, head: str) -> None:
+        """Split the module before a submodule; raises TaskError if it cannot be split there."""
+        modules = dict(self.module.named_modules())
+        self.head_name = head
+        self._head = modules[head]
+        within = {id(p) for p in self._head.parameters()}
+        outside = {
+            id(p)
+            for n, m in modules.items()
+            if n.split(".")[: head.count(".") + 1] != head.split(".")
+            for p in m.parameters(recurse=False)
+        }
+        if within & outside:
+            raise TaskError(
+                f"model {self.name}: its head {head!r} shares a parameter with the rest, so it cannot be "
+                "split there"
+            )
+        self._split()
+        self._check_split(self.example)
+
+    def choose_head(self, outputs: int) -> bool:
+        """Take the ``nn.Linear`` that the forward ends in for the head, if the user names none.
+
+        It must make ``outputs`` values, be trained and have trained parameters before it. A module whose
+        attribute ``head_name`` is None keeps having no head.
+
+        Args:
+            outputs: the number of classes, or of target values.
+
+        Returns:
+            Whether a head was chosen.
+        """
+        if self.head_name is not None or hasattr(self.module, "head_name"):
+            return False
+        name, layer, _ = self._last_operation(self.example)
+        if not name or type(layer) is not nn.Linear or layer.out_features != outputs:
+            return False
+        own = {n for n in self.initial if n.startswith(f"{name}.")}
+        if not own or own == self.initial.keys():
+            return False
+        try:
+            self._use_head(name)
+        except (TaskError, RuntimeError, TypeError, ValueError, IndexError):
+            # the layer is called twice or shares a weight; methods that need a head ask for one
+            self.head_name = None
+            return False
+        return True
 
     def _function(self, without: str | None = None, of: nn.Module | None = None) -> FunctionalModule:
         """The module, or a part of it, as a function."""
@@ -259,6 +298,11 @@ class Architecture:
             The innermost layer, such as ``layer '2' (Softmax)``, or nothing if ``forward`` itself does; and
             ``softmax`` or ``sigmoid``, if that is the last operation, or nothing.
         """
+        name, layer, operation = self._last_operation(x)
+        return f"layer {name!r} ({type(layer).__name__})" if name else "", operation
+
+    def _last_operation(self, x: Any) -> tuple[str, nn.Module | None, str]:
+        """Name and layer of what makes the scores, and the operation, as :meth:`last_layer`."""
         outputs: list[tuple[str, nn.Module, Any]] = []
 
         def record(name: str) -> Callable[..., None]:
@@ -275,11 +319,10 @@ class Architecture:
                 if name:
                     layer.register_forward_hook(record(name))
             scores = self.apply(trained | self._code.neutral(), x)
-        layer = next((f"layer {n!r} ({type(m).__name__})" for n, m, out in outputs if out is scores), "")
-        operation = "" if scores.grad_fn is None else scores.grad_fn.name()
-        return layer, next(
-            (kind for kind in ("softmax", "sigmoid") if operation == f"{kind.title()}Backward0"), ""
-        )
+        name, layer = next(((n, m) for n, m, out in outputs if out is scores), ("", None))
+        made_by = "" if scores.grad_fn is None else scores.grad_fn.name()
+        kinds = (kind for kind in ("softmax", "sigmoid") if made_by == f"{kind.title()}Backward0")
+        return name, layer, next(kinds, "")
 
     def probe_gradient(self, x: Any) -> tuple[Tensor, bool]:
         """Scores of a few inputs as by :meth:`probe`, and whether a gradient of them may reach a parameter.
@@ -525,7 +568,10 @@ def _type(t: Tensor) -> str:
     return "" if t.dtype == torch.float32 else f" of {t.dtype}".replace("torch.", "")
 
 
-def looks_up_ids(model: nn.Module | Callable[[], nn.Module], example: Tensor, key: Key) -> bool:
+Model = nn.Module | Callable[[], nn.Module]
+
+
+def looks_up_ids(model: Model, example: Tensor, key: Key) -> bool:
     """Whether a model looks up whole numbers, such as the numbers of words.
 
     It does if it takes them, and has an ``nn.Embedding`` or refuses the same numbers as float32.
@@ -535,27 +581,72 @@ def looks_up_ids(model: nn.Module | Callable[[], nn.Module], example: Tensor, ke
         example: one input ``[1, ...]``, int64.
         key: of the initial values.
     """
+    module = _module_to_try(model, key)
+    if module is None:
+        return False
+    return _takes(module, example) and (_has_embedding(module) or not _takes(module, example.float()))
+
+
+def choose_types(
+    models: Mapping[str, Model], example: Mapping[str, Tensor], key: Key
+) -> dict[str, torch.dtype]:
+    """Types of named inputs that are no real numbers, of which all models take one example.
+
+    Whole numbers stay whole, int64, by the rule of :func:`looks_up_ids`: where a model has an ``nn.Embedding``
+    or refuses them as float32. Truth values and bytes stay as they are where the models take them.
+
+    Args:
+        models: by name.
+        example: one of each input ``[1, ...]``; real numbers in the type that the models get.
+        key: of the initial values of a factory; ``key / name`` is that of a model.
+    """
+    others = {name: t for name, t in example.items() if not t.is_floating_point()}
+    if not others:
+        return {}
+    modules = [_module_to_try(model, key / name) for name, model in models.items()]
+    known = [module for module in modules if module is not None]
+    whole = [torch.int64, torch.float32]
+    if not all(map(_has_embedding, known)):
+        whole.reverse()
+    kept = {torch.bool: [torch.bool, torch.float32], torch.uint8: [torch.uint8, torch.int64, torch.float32]}
+    options = [kept.get(t.dtype, whole) for t in others.values()]
+    # those with the fewest second choices first
+    places = sorted(itertools.product(*(range(len(types)) for types in options)), key=sum)[:_MOST_TRIED]
+    for chosen in places:
+        found = {n: types[i] for n, types, i in zip(others, options, chosen, strict=True)}
+        cast = {**example, **{name: t.to(found[name]) for name, t in others.items()}}
+        if all(_takes(module, cast) for module in known):
+            return found
+    # build_architecture reports what fails
+    return {n: types[0] for n, types in zip(others, options, strict=True)}
+
+
+def _has_embedding(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
+
+
+def _module_to_try(model: Model, key: Key) -> nn.Module | None:
+    """A module whose calls change nothing of the user's; None if a factory makes none."""
     if not isinstance(model, nn.Module):
         try:
             model = build_module(model, key)
         except Exception:  # noqa: BLE001 - user code may fail by anything
             # build_architecture reports it
-            return False
-        if not hasattr(model, "modules"):
-            return False
-    if _lazy_parameters(model):
-        model = copy.deepcopy(model)
-    has_embedding = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in model.modules())
-    return _takes(model, example) and (has_embedding or not _takes(model, example.float()))
+            return None
+        if not isinstance(model, nn.Module):
+            return None
+    return copy.deepcopy(model) if _lazy_parameters(model) else model
 
 
-def _takes(module: nn.Module, example: Tensor) -> bool:
+def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
+    inputs = example.values() if isinstance(example, Mapping) else [example]
     with unchanged(module), torch.no_grad(), _PROBE.global_generators():
         try:
-            module.eval()(example)
+            module.eval()
+            _ = module(**example) if isinstance(example, Mapping) else module(example)
         except IndexError:
             # an id that the table lacks: the type is right
-            return not example.is_floating_point()
+            return not all(t.is_floating_point() for t in inputs)
         except Exception:  # noqa: BLE001 - forward is the user's code and may fail by anything
             return False
     return True

@@ -64,7 +64,8 @@ def predictions(
 
     Returns:
         Columns client, example (counted from 0 in that split of the client), label, prediction (both as
-        numbers of classes), correct, and probability, which the model gives to its prediction. Of a
+        numbers of classes), correct, and probability, which the model gives to its prediction; ``client_name``
+        where clients have names, ``label_name`` and ``prediction_name`` where classes have. Of a
         regression: target, prediction and error, their difference; of several targets ``target_0``,
         ``prediction_0``, ``error_0``, ...
 
@@ -74,13 +75,19 @@ def predictions(
     if split not in PARTS:
         raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, PARTS)}")
     clients = range(len(run.federation.infos)) if client is None else [client]
-    tables = []
+    tables, infos, classes = [], run.federation.infos, run.federation.classes
+    has_names = classes != tuple(map(str, range(len(classes))))
     for i in clients:
         _check_client(run, i)
         examples = getattr(run.federation.clients[i], split)
         scores = _scores(run, i, examples, series)
         columns = {"client": np.full(len(examples), i), "example": np.arange(len(examples))}
-        tables.append(pd.DataFrame({**columns, **_outcomes(scores, examples)}))
+        if infos[i].name:
+            columns["client_name"] = np.full(len(examples), infos[i].name)
+        columns |= _outcomes(scores, examples)
+        if has_names and "label" in columns:
+            columns |= {f"{name}_name": _names(classes, columns[name]) for name in ("label", "prediction")}
+        tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -192,6 +199,11 @@ def _outcomes(scores: Tensor, examples: Examples) -> dict[str, Any]:
         "correct": (chosen == labels) & ~np.isnan(probability),
         "probability": probability,
     }
+
+
+def _names(classes: Sequence[str], numbers: Any) -> list[str]:
+    """Names of classes; a score beyond them, which some models make, has its number."""
+    return [classes[c] if c < len(classes) else str(c) for c in numbers]
 
 
 def _errors(outputs: Any, targets: Any) -> dict[str, Any]:
