@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from fedlowrank import Federation, simulate
-from fedlowrank.core.errors import DataError, TaskError
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.data.dataset import Examples
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
@@ -189,11 +189,15 @@ def test_names_of_clients_are_kept() -> None:
         ({"north": (X[:0], Y[:0])}, r"client 0 \(north\) has no examples; leave it out"),
         ({"north": (X, Y), "south": (X[:, :3], Y)}, r"client 1 \(south\): model model does not take"),
         ({"north": (X, Y), "south": (X, Y - 1)}, r"client 1 \(south\): label -1 is negative.*y > 0"),
+        ({"north": (X, Y), "south": (X, Y)}, r"client 0 \(north\): there is a label 2 but only 2 classes"),
         ({"train": (X, Y), "test": (X, Y)}, "are the parts of one client"),
         ({1: (X, Y), "1": (X, Y)}, "two clients have the name '1'"),
         ({"north": {"train": (X, Y), "tests": (X, Y)}}, r"client 0 \(north\): splits are .*not \['test"),
     ):
         with pytest.raises((DataError, TaskError), match=says):
+            make(clients, classes=2 if "only 2" in says else None)
+    for clients in (None, 5, "abc", 1.5):
+        with pytest.raises(DataError, match="the clients are a list with the data of each, or a dict"):
             make(clients)
 
 
@@ -216,7 +220,11 @@ def test_text_labels_stand_in_predictions_and_confusion() -> None:
     assert found["label_name"].tolist() == WORDS.tolist()
     truth = np.array(["ant", "bee", "cat"])[result.predict(0).argmax(1).numpy()]
     assert found["prediction_name"].tolist() == truth.tolist()
-    assert set(found["client_name"]) == {"north"}
+    assert set(found["client_name"]) == set(result.to_frame()["client_name"]) == {"north"}
+    assert torch.equal(result.predict("north"), result.predict(0))
+    assert result.personal("north").keys() == result.personal(0).keys()
+    with pytest.raises(ConfigError, match=r"no client 'nort'\. Did you mean 'north'"):
+        result.predictions("nort")
     assert [*result.confusion().index] == ["ant", "bee", "cat"]
     assert result.confusion().loc["bee"].sum() == (WORDS == "bee").sum()
 

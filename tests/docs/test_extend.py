@@ -78,9 +78,11 @@ def test_the_own_loss_is_the_one_that_is_minimized(tmp_path: Path, monkeypatch: 
 def test_a_model_without_a_head_is_refused_with_what_to_type() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     clients = [(torch.randn(9, 3), torch.arange(9) % 2) for _ in range(2)]
-    with pytest.raises(TaskError, match="head='2' with the model"):
-        simulate("fedrep", Federation.from_arrays(clients, net), rounds=1)
-    simulate("fedrep", Federation.from_arrays(clients, net, head="2"), rounds=1)
+    ends_otherwise = torch.nn.Sequential(net, torch.nn.LogSoftmax(-1))
+    with pytest.raises(TaskError, match=r"head='0\.2' with the model"):
+        simulate("fedrep", Federation.from_arrays(clients, ends_otherwise), rounds=1)
+    for head in ("2", None):
+        simulate("fedrep", Federation.from_arrays(clients, net, head=head), rounds=1)
 
 
 def test_every_extra_is_in_the_table() -> None:

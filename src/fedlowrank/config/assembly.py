@@ -22,7 +22,7 @@ from ..data.partition import Partition
 from ..data.split import Split
 from ..language import federation as language_models
 from ..language.federation import Language, LanguageSettings
-from ..models.architecture import Architecture, build_architecture
+from ..models.architecture import Architecture, build_architecture, choose_heads
 from ..models.zoo import ModelSettings
 from ..simulation.settings import RunSettings
 from .data_section import DataSettings
@@ -161,11 +161,14 @@ def _models(experiment: FederationSettings, shares: Shares, key: Key) -> Mapping
             "model char_lstm takes the numbers of characters, but these inputs are not whole. Set data.normalize to "
             "'none'; in an .npz file save them as int64, for unsigned bytes are pixels and divided by 255."
         )
-    factories = experiment.model.factories(tuple(example.shape[1:]), _outputs(first, shares.classes))
-    return {
+    outputs = _outputs(first, shares.classes)
+    factories = experiment.model.factories(tuple(example.shape[1:]), outputs)
+    made = {
         n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
         for n, f in factories.items()
     }
+    choose_heads(made, outputs)
+    return made
 
 
 def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:

@@ -77,9 +77,10 @@ class NonFiniteError(FedlowrankError):
         round: round of training, counted from 0.
         name: name of the pass over the data.
         step: first step whose loss is not finite, counted from 0, or None if only the parameters show it.
+        whose: the client in the message; by default by its number.
     """
 
-    def __init__(self, client: int, round: int, name: str, step: int | None) -> None:
+    def __init__(self, client: int, round: int, name: str, step: int | None, whose: str = "") -> None:
         where = "the parameters after the pass are" if step is None else f"the loss of step {step} is"
         cure = "Lower the learning rate, clip the gradient (optimizer.clip)"
         if step == 0 and round == 0:
@@ -88,16 +89,17 @@ class NonFiniteError(FedlowrankError):
                 "numbers that are too large) and at the loss"
             )
         super().__init__(
-            f"client {client}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan "
+            f"{whose or f'client {client}'}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan "
             "to 'drop' to go on without such replies."
         )
         self.client = client
         self.round = round
         self.name = name
         self.step = step
+        self.whose = whose
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, str, int | None]]:
-        return type(self), (self.client, self.round, self.name, self.step)
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, str, int | None, str]]:
+        return type(self), (self.client, self.round, self.name, self.step, self.whose)
 
 
 class LoweredRankWarning(UserWarning):

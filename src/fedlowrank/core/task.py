@@ -188,9 +188,9 @@ class Task:
             TaskError: if the clients hold different ones.
         """
         if len(self.architectures) > 1:
-            owners = {c.architecture: c.id for c in reversed(self.clients)}
+            owners = {c.architecture: c for c in reversed(self.clients)}
             held = ", ".join(
-                f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1])
+                f"{c.title} holds {a}" for a, c in sorted(owners.items(), key=lambda item: item[1].id)
             )
             raise TaskError(
                 f"{method} averages whole models, so all clients must hold the same architecture, but "
@@ -209,8 +209,8 @@ class Task:
         for client in self.clients:
             if self.model(client).width != self.model(first).width:
                 raise TaskError(
-                    f"{method} needs representations of one width, but client {first.id} "
-                    f"({first.architecture}) has {self.model(first).width} and client {client.id} "
+                    f"{method} needs representations of one width, but {first.title} "
+                    f"({first.architecture}) has {self.model(first).width} and {client.title} "
                     f"({client.architecture}) has {self.model(client).width}. Choose another split point "
                     "(model.split) or other models."
                 )

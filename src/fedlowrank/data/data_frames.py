@@ -54,7 +54,7 @@ def clients_of_frame(frame: DataFrame, columns: Columns) -> list[tuple[str, dict
     if columns.split is not None:
         _check_splits(frame[columns.split])
     found = []
-    for i, (key, rows) in enumerate(frame.groupby(columns.client, sort=True, observed=True)):
+    for i, (key, rows) in enumerate(frame.groupby(frame[columns.client].astype(object), sort=True)):
         who = f"{client_title(i, str(key))}: "
         parts = {"": rows}
         if columns.split is not None:
@@ -107,7 +107,7 @@ def _pair_of(frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], 
         if empty := int(frame[name].isna().sum()):
             raise DataError(
                 f"{who}the target {name!r} has {_count(empty, 'empty cell')}, first in row {_first(frame[name].isna())!r}. "
-                "Leave such rows out: frame.dropna(subset=[...])."
+                f"Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
     x = frame_inputs(frame[[*features]], who)
     if len(targets) > 1:
@@ -125,9 +125,8 @@ def _check_numbers(column: Series, who: str) -> str:
     name = column.name
     if kind not in "biuf" or str(column.dtype) == "category":
         raise DataError(
-            f"{who}the column {name!r} holds no numbers but {column.dtype}, such as {_example(column)!r}. Encode it, "
-            f"frame = pandas.get_dummies(frame, columns=[{name!r}], dtype=float), or choose the inputs: "
-            "features=[...]"
+            f"{who}the column {name!r} holds no numbers but {column.dtype}, such as {_example(column)!r}. "
+            f"{_encoding(column)}, or leave it out: frame.drop(columns=[{name!r}])"
         )
     if empty := int(column.isna().sum()):
         raise DataError(
@@ -155,6 +154,15 @@ def _first(which: Series) -> Any:
     """The index of the first row where the column is true."""
     row = which.index[which.to_numpy()][0]
     return row.item() if isinstance(row, np.generic) else row
+
+
+def _encoding(column: Series) -> str:
+    """How to make numbers of a column that holds none."""
+    if column.dtype.kind in "mM":
+        return f"Make a number of it, such as frame[{column.name!r}].astype('int64')"
+    if all(isinstance(value, int | float) for value in column.dropna()):
+        return f"Give it a type of numbers, frame[{column.name!r}].astype(float)"
+    return f"Encode it, frame = pandas.get_dummies(frame, columns=[{column.name!r}], dtype=float)"
 
 
 def _example(column: Series) -> Any:

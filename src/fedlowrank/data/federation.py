@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bounds import check_minimum
-from ..core.errors import DataError, TaskError, warn_user
+from ..core.errors import ConfigError, DataError, TaskError, did_you_mean, warn_user
 from ..core.field_checks import check_arguments
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
@@ -21,6 +21,7 @@ from ..core.tree import Params
 from ..models.architecture import (
     Architecture,
     build_architecture,
+    choose_heads,
     choose_types,
     describe_example,
     looks_up_ids,
@@ -308,6 +309,24 @@ class Federation:
             rows.append({**row, "classes": classes, **{n: v for n, v in known.items() if v is not None}})
         return rows
 
+    def client(self, client: int | str) -> ClientInfo:
+        """The client with a number, or a name.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        if isinstance(client, str):
+            names = {info.name: info for info in self.infos if info.name}
+            if client in names:
+                return names[client]
+            known = did_you_mean(client, names) if names else "They have no names."
+            raise ConfigError(f"there is no client {client!r}. {known}")
+        if not 0 <= client < len(self.infos):
+            raise ConfigError(
+                f"there is no client {client}; they are numbered from 0 to {len(self.infos) - 1}"
+            )
+        return self.infos[client]
+
     def _count_classes(self, part: str) -> list[list[int]]:
         """Examples of each class in a part of every client; empty lists where there are no class labels."""
         labels = [getattr(client, part).y for client in self.clients]
@@ -414,14 +433,10 @@ class Federation:
             said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
         names = class_names(data, classes_given, titles)
         notes = tuple(note for note in said if note)
-        outputs = len(names) or data[0].train.y.shape[-1]
-        for n, one in architectures.items():
-            if not data[0].train.tokens and one.choose_head(outputs):
-                choices += (
-                    f"Model {n}: its head is {one.head_name!r}, the nn.Linear that its forward ends in.",
-                )
         for choice in choices:
             logger.info(choice)
+        if not data[0].train.tokens:
+            choices += choose_heads(architectures, len(names) or data[0].train.y.shape[-1])
         if architecture is None:
             every = list(architectures)
             architecture = [every[i % len(every)] for i in range(len(data))]

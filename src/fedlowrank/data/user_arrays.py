@@ -182,7 +182,10 @@ def class_names(
         classes = count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
     if count > len(names):
-        raise DataError(f"there is a label {count - 1} but only {len(names)} classes; labels count from 0")
+        at = next(i for i, c in enumerate(clients) if int(class_labels([c]).max()) >= len(names))
+        raise DataError(
+            f"{titles[at]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0"
+        )
     return names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,10 @@ def read_clients(clients: Any, columns: Columns, key: Key) -> list[GivenClient]:
         if twice := [name for name in names if names.count(name) > 1]:
             raise DataError(f"two clients have the name {twice[0]!r}")
         values = list(clients.values())
+    elif isinstance(clients, str | bytes) or not isinstance(clients, Iterable):
+        raise DataError(
+            f"the clients are a list with the data of each, or a dict of these by name, not {_describe(clients)}"
+        )
     else:
         values = list(clients)
         names = [""] * len(values)
@@ -119,13 +123,11 @@ def _pair_of(value: Any, who: str, columns: Columns, key: Key) -> tuple[Any, Any
 
 
 def _describe(value: Any) -> str:
+    """What was given, and how to give it."""
     kind = type(value)
     if is_frame(value):
         return f"a {kind.__name__}; name its column of targets, target=..., for a frame as a client"
-    if kind.__module__.partition(".")[0] == "datasets":
-        return f"a {kind.__name__} of Hugging Face; use Federation.from_partitions"
-    return (
-        f"a {kind.__name__}"
-        + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
-        + ", and neither a torch.utils.data.Dataset nor a dict of parts"
-    )
+    if kind.__module__.partition(".")[0] in ("datasets", "flwr_datasets"):
+        return f"a {kind.__name__} of {kind.__module__.partition('.')[0]}; use Federation.from_partitions"
+    of = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a {kind.__name__}{of}; a client may also be a torch.utils.data.Dataset or a dict of parts"

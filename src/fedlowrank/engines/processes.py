@@ -294,7 +294,7 @@ def train_client(
         "steps": outcome.meter.steps,
         "flops": outcome.meter.flops,
         "losses": outcome.meter.losses,
-        "error": None if error is None else [error.client, error.round, error.name, error.step],
+        "error": None if error is None else list(error.__reduce__()[1]),
         "seconds": time.process_time() - start,
     }
     return found, [tree.encode(outcome.state), tree.encode(outcome.upload)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,8 @@ from .normalization import (
 from .pooled_statistics import Chunks
 from .standard import HOOKS, has_hooks, is_standard
 from .stateless import SavedSlots, restore, unchanged
+
+logger = logging.getLogger(__name__)
 
 _PROBE = Key(("probe",))
 
@@ -165,11 +168,14 @@ class Architecture:
         if not own or own == self.initial.keys():
             return False
         try:
-            self._use_head(name)
+            with unchanged(self.module):
+                self._use_head(name)
         except (TaskError, RuntimeError, TypeError, ValueError, IndexError):
             # the layer is called twice or shares a weight; methods that need a head ask for one
             self.head_name = None
             return False
+        finally:
+            self._mode.clear()
         return True
 
     def _function(self, without: str | None = None, of: nn.Module | None = None) -> FunctionalModule:
@@ -555,6 +561,22 @@ def build_architecture(
     return made
 
 
+def choose_heads(architectures: Mapping[str, Architecture], outputs: int) -> list[str]:
+    """Choose the heads that users left out, see :meth:`Architecture.choose_head`, and log each.
+
+    Returns:
+        A sentence for each head that was chosen.
+    """
+    found = [
+        f"Model {name}: its head is {made.head_name!r}, the nn.Linear that its forward ends in."
+        for name, made in architectures.items()
+        if made.choose_head(outputs)
+    ]
+    for sentence in found:
+        logger.info(sentence)
+    return found
+
+
 def describe_example(example: Any) -> str:
     """A sentence on the shape of one input ``[1, ...]``, or of a dict of such, for messages."""
     if isinstance(example, dict):
@@ -633,7 +655,7 @@ def _module_to_try(model: Model, key: Key) -> nn.Module | None:
         except Exception:  # noqa: BLE001 - user code may fail by anything
             # build_architecture reports it
             return None
-        if not isinstance(model, nn.Module):
+        if not hasattr(model, "modules"):
             return None
     return copy.deepcopy(model) if _lazy_parameters(model) else model
 

@@ -157,7 +157,8 @@ class Evaluator:
                     if loss is not None and not math.isfinite(loss) and client not in self._not_finite:
                         n = len(getattr(self.federation.clients[client], split))
                         examples = f"{n} {split} example{'' if n == 1 else 's'}"
-                        found.setdefault(client, f"client {client} ({series} model, {examples})")
+                        title = self.federation.infos[client].title
+                        found.setdefault(client, f"{title} ({series} model, {examples})")
         self._not_finite |= found.keys()
         if found:
             named = [*found.values()]
@@ -214,7 +215,7 @@ class Evaluator:
                 for place in places:
                     client = model if len(places) == 1 else model_of(infos[place])
                     data = self.federation.clients[infos[place].id]
-                    with naming(f"client {infos[place].id}, whose examples are evaluated as one batch"):
+                    with naming(f"{infos[place].title}, whose examples are evaluated as one batch"):
                         parts.append(([place], as_table(evaluate_client(client, data, self.metrics))))
         return scatter(parts, len(infos))
 

@@ -32,7 +32,7 @@ BATCH = 20
 """Examples at once in the comparison of latency, as in FedSLR (Huang et al., arXiv:2302.11051, Table 9)."""
 
 
-def export(run: Run, client: int, series: str | None = None, layout: Layout = "small") -> nn.Module:
+def export(run: Run, client: int | str, series: str | None = None, layout: Layout = "small") -> nn.Module:
     """The model that a client infers by, as a module that needs nothing of this package's training.
 
     Args:
@@ -68,7 +68,9 @@ class Gain:
     file: int
 
 
-def write(run: Run, client: int, series: str | None, layout: Layout, path: Path, repeats: int = 30) -> Gain:
+def write(
+    run: Run, client: int | str, series: str | None, layout: Layout, path: Path, repeats: int = 30
+) -> Gain:
     """Write a client's model to a file, read it back, and compare it with the dense module.
 
     Args:
@@ -104,12 +106,9 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     )
 
 
-def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weights, ...]]:
+def _parts(run: Run, client: int | str, series: str | None) -> tuple[Model, tuple[Weights, ...]]:
     """The architecture of a client's model, and what its weights are the sum of."""
-    infos = run.federation.infos
-    if not 0 <= client < len(infos):
-        raise ConfigError(f"there is no client {client}; they are numbered from 0 to {len(infos) - 1}")
-    info = infos[client]
+    info = run.federation.client(client)
     made = run.local_model(info)
     headline = next(iter(made.predictors))
     name = headline if series is None else series

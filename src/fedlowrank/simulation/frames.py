@@ -32,6 +32,7 @@ def client_frame(
     last: bool = False,
     series: str | None = None,
     examples: Mapping[str, Sequence[int | None]] | None = None,
+    client_names: Sequence[str] = (),
 ) -> pd.DataFrame:
     """One row for each evaluated round, client and split, of the method's headline series.
 
@@ -47,12 +48,14 @@ def client_frame(
         last: keep only the last evaluated round.
         series: name of a series, or ``"all"``; None for the headline, the first that the method reports.
         examples: of each client, by split, if they are known.
+        client_names: of each client, if clients have names.
 
     Returns:
-        Columns round, client, unseen, hostile, series, split, n (examples of the client in the split; NaN if
-        they are not known), accuracy, loss and one for each further metric. NaN where a client has no example in
-        a split or a metric is not defined; infinite where the result of a model that diverged is not finite.
-        Clients that were not evaluated (``evaluate_clients``) have no row.
+        Columns round, client, client_name (where clients have names), unseen, hostile, series, split, n
+        (examples of the client in the split; NaN if they are not known), accuracy, loss and one for each
+        further metric. NaN where a client has no example in a split or a metric is not defined; infinite where
+        the result of a model that diverged is not finite. Clients that were not evaluated
+        (``evaluate_clients``) have no row.
 
     Raises:
         ConfigError: if there is no such series.
@@ -77,7 +80,12 @@ def client_frame(
                 columns = dict(zip(KEYS, keys, strict=True))
                 columns |= {metric: _column(table, name, split, who) for metric, table in tables.items()}
                 parts.append(pd.DataFrame(columns))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*KEYS, "accuracy", "loss"])
+    if not parts:
+        return pd.DataFrame(columns=[*KEYS, "accuracy", "loss"])
+    frame = pd.concat(parts, ignore_index=True)
+    if any(client_names):
+        frame.insert(KEYS.index("client") + 1, "client_name", [client_names[i] for i in frame["client"]])
+    return frame
 
 
 def _choose_series(series: str | None, known: Sequence[str]) -> Sequence[str]:
@@ -223,8 +231,9 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
             continue
         examples = {split: [row.get(split) for row in record.clients] for split in ("train", "val", "test")}
         frame = client_frame(
-            record.rounds, len(record.clients), unseen, hostile, last=last, series=series, examples=examples
-        )
+            record.rounds, len(record.clients), unseen, hostile, last=last, series=series, examples=examples,
+            client_names=[row.get("name", "") for row in record.clients],
+        )  # fmt: skip
         parts.append(_labeled(frame, name, record))
     return _joined(parts)
 

@@ -27,12 +27,12 @@ PARTS = ("train", *SPLITS)
 """Parts of a client's examples."""
 
 
-def predict(run: Run, client: int, inputs: Any = None, series: str | None = None) -> Tensor:
+def predict(run: Run, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
     """Scores of a client's model, as it stands.
 
     Args:
         run: where it stands now.
-        client: its identifier.
+        client: its number or name.
         inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by
             default the client's own test examples. Unsigned bytes are divided by 255, as in
             ``Federation.from_arrays``.
@@ -45,20 +45,20 @@ def predict(run: Run, client: int, inputs: Any = None, series: str | None = None
         ConfigError: if there is no such client or series, or the run is of a language model.
         DataError: if the inputs do not have the form of the client's own.
     """
-    _check_client(run, client)
+    client = run.federation.client(client).id
     data = run.federation.clients[client]
     examples = data.test if inputs is None else _as_examples(inputs, data.train)
     return _scores(run, client, examples, series)
 
 
 def predictions(
-    run: Run, client: int | None = None, split: str = "test", series: str | None = None
+    run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
 ) -> pd.DataFrame:
     """What models predict for clients' own examples, one row an example.
 
     Args:
         run: where it stands now.
-        client: its identifier; None for all clients, each with its own model.
+        client: its number or name; None for all clients, each with its own model.
         split: ``test``, ``val`` or ``train``.
         series: which of the method's models; by default its headline.
 
@@ -74,14 +74,12 @@ def predictions(
     """
     if split not in PARTS:
         raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, PARTS)}")
-    clients = range(len(run.federation.infos)) if client is None else [client]
     tables, infos, classes = [], run.federation.infos, run.federation.classes
     has_names = classes != tuple(map(str, range(len(classes))))
-    for i in clients:
-        _check_client(run, i)
+    for i in range(len(infos)) if client is None else [run.federation.client(client).id]:
         examples = getattr(run.federation.clients[i], split)
         scores = _scores(run, i, examples, series)
-        columns = {"client": np.full(len(examples), i), "example": np.arange(len(examples))}
+        columns: dict[str, Any] = {"client": np.full(len(examples), i), "example": np.arange(len(examples))}
         if infos[i].name:
             columns["client_name"] = np.full(len(examples), infos[i].name)
         columns |= _outcomes(scores, examples)
@@ -92,13 +90,13 @@ def predictions(
 
 
 def confusion(
-    run: Run, client: int | None = None, split: str = "test", series: str | None = None
+    run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
 ) -> pd.DataFrame:
     """Confusion matrix of clients' own models on their own examples.
 
     Args:
         run: where it stands now.
-        client: its identifier; None for the sum over all clients but hostile ones.
+        client: its number or name; None for the sum over all clients but hostile ones.
         split: ``test``, ``val`` or ``train``.
         series: which of the method's models; by default its headline.
 
@@ -148,13 +146,6 @@ def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:
     if series is not None and series not in predictors:
         raise ConfigError(f"{run.method.title} has no series {series!r}. {did_you_mean(series, predictors)}")
     return predictors[series or next(iter(predictors))]
-
-
-def _check_client(run: Run, client: int) -> None:
-    if not 0 <= client < len(run.federation.infos):
-        raise ConfigError(
-            f"there is no client {client}; they are numbered from 0 to {len(run.federation.infos) - 1}"
-        )
 
 
 def _as_examples(inputs: Any, own: Examples) -> Examples:

@@ -80,8 +80,8 @@ class Result:
     def to_frame(self, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
         """Results of every client as a table, one row for each evaluated round, client and split.
 
-        Columns: round, client, unseen (never trains), hostile, series, split, n (examples), accuracy, loss and
-        one for each of ``metrics``; see :func:`.frames.client_frame`.
+        Columns: round, client, client_name (where clients have names), unseen (never trains), hostile,
+        series, split, n (examples), accuracy, loss and one for each of ``metrics``; see :func:`.frames.client_frame`.
 
         Args:
             last: keep only the last evaluated round.
@@ -96,8 +96,9 @@ class Result:
         examples = {split: [len(getattr(c, split)) for c in data] for split in ("val", "test")}
         unseen, hostile = run.draws.unseen, run.hostile
         return client_frame(
-            self.rounds, len(data), unseen, hostile, last=last, series=series, examples=examples
-        )
+            self.rounds, len(data), unseen, hostile, last=last, series=series, examples=examples,
+            client_names=[info.name for info in self.run.federation.infos],
+        )  # fmt: skip
 
     def rounds_frame(self) -> pd.DataFrame:
         """What each round cost: bytes, operations, seconds; see :func:`.frames.rounds_frame`."""
@@ -105,14 +106,14 @@ class Result:
 
         return rounds_frame(self.rounds)
 
-    def predict(self, client: int, inputs: Any = None, series: str | None = None) -> Tensor:
+    def predict(self, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
         """Scores of a client's model, by default on its test examples; see :func:`.predictions.predict`."""
         from .predictions import predict
 
         return predict(self.run, client, inputs, series)
 
     def predictions(
-        self, client: int | None = None, split: str = "test", series: str | None = None
+        self, client: int | str | None = None, split: str = "test", series: str | None = None
     ) -> pd.DataFrame:
         """Label, prediction and probability of each example; see :func:`.predictions.predictions`."""
         from .predictions import predictions
@@ -120,23 +121,23 @@ class Result:
         return predictions(self.run, client, split, series)
 
     def confusion(
-        self, client: int | None = None, split: str = "test", series: str | None = None
+        self, client: int | str | None = None, split: str = "test", series: str | None = None
     ) -> pd.DataFrame:
         """Confusion matrix of one client, or the sum over all; see :func:`.predictions.confusion`."""
         from .predictions import confusion
 
         return confusion(self.run, client, split, series)
 
-    def deploy(self, client: int, series: str | None = None, layout: Layout = "small") -> nn.Module:
+    def deploy(self, client: int | str, series: str | None = None, layout: Layout = "small") -> nn.Module:
         """The model that a client infers by, a module with factored layers; see :func:`.export.export`."""
         return export(self.run, client, series, layout)
 
-    def personal(self, client: int) -> Params:
+    def personal(self, client: int | str) -> Params:
         """State dict of the model that a client would use now; load it with ``module.load_state_dict``.
 
         Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's
         own module and not copies. Load the state into another module: a federation goes on with the module
         that it was made from.
         """
-        info = self.run.federation.infos[client]
+        info = self.run.federation.client(client)
         return full_state_dict(self.run.federation.architectures[info.architecture], self.run.personal(info))

@@ -201,7 +201,7 @@ class RoundResults:
             return result.lost
         where = tree.not_finite(result.upload) if result.error is None else None
         if result.error is not None or where is not None:
-            dropped = f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
+            dropped = f"the reply of {info.title} holds a NaN or an infinity at {where}; it was dropped"
             self.not_finite[info.id] = str(result.error or dropped)
             return self.not_finite[info.id]
         if missed is not None:

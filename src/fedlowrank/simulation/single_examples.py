@@ -43,7 +43,7 @@ def check_single_examples(
         if n == 1 and (model.statistics or i in trained):
             raise SingleValueError(
                 str(layers[model.name]),
-                f"client {i} has 1 training example",
+                f"{federation.infos[i].title} has 1 training example",
                 f"Give every client at least 2 ({_few(sizes)}; partition.min_size), leave those clients out, "
                 "or use a normalization that treats examples singly (nn.GroupNorm).",
             )
@@ -60,7 +60,7 @@ def check_single_examples(
         more = f", as at {others} other client{'s' * (others > 1)}" if others else ""
         raise SingleValueError(
             str(layer),
-            f"client {i} has {trained[i]} training examples, of which batches of {size} leave a batch of one "
+            f"{federation.infos[i].title} has {trained[i]} training examples, of which batches of {size} leave a batch of one "
             f"(pass {name!r}){more}",
             _advice(method, passes.values(), size, trained.values()),
         )

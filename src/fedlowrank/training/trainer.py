@@ -97,7 +97,7 @@ class LocalTrainer:
                     self._counting(kind, standard),
                 )
         except LossError as error:
-            where = f"client {self.data.info.id}, round {self.round}, pass {name!r}"
+            where = f"{self.data.info.title}, round {self.round}, pass {name!r}"
             raise LossError(f"{where}: {error}") from error
         self.account(request, kind, float(losses.mean(dtype=tree.wide_type(losses.dtype))))
         check_finite(self.data.info, self.round, name, losses, end)
@@ -169,7 +169,7 @@ class LocalTrainer:
     def whose(self) -> str:
         """The client and its data, for errors."""
         examples = len(self.data.examples)
-        return f"client {self.data.info.id} with {examples} training example{'s' * (examples != 1)}"
+        return f"{self.data.info.title} with {examples} training example{'s' * (examples != 1)}"
 
     def inputs(self) -> Iterator[Any]:
         """The inputs of all examples, chunk by chunk, of which batch normalizations take statistics."""
@@ -288,7 +288,7 @@ def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end:
     if all_finite(losses, end):
         return
     bad = (~torch.isfinite(losses)).nonzero()
-    raise NonFiniteError(client.id, round, name, int(bad[0]) if len(bad) else None)
+    raise NonFiniteError(client.id, round, name, int(bad[0]) if len(bad) else None, client.title)
 
 
 def all_finite(losses: Tensor, ends: Any) -> bool:

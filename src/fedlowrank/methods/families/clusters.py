@@ -112,14 +112,12 @@ def known_cluster(title: str, client: ClientInfo, count: int) -> int:
     """
     if client.cluster is None:
         raise TaskError(
-            f"{title}: optimal routing needs to know the cluster of every client, but that of client "
-            f"{client.id} is unknown. Set [concept] in the experiment, cluster=... in "
+            f"{title}: optimal routing needs to know the cluster of every client, but that of "
+            f"{client.title} is unknown. Set [concept] in the experiment, cluster=... in "
             "Federation.from_arrays, or routing = 'learned'."
         )
     if client.cluster >= count:
-        raise TaskError(
-            f"{title}: client {client.id} is of cluster {client.cluster}, but clusters is {count}"
-        )
+        raise TaskError(f"{title}: {client.title} is of cluster {client.cluster}, but clusters is {count}")
     return client.cluster
 
 

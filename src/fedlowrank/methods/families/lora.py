@@ -270,7 +270,7 @@ def tune(
         lora_of(model), start, end
     ):
         raise TaskError(
-            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient "
+            f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
             "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
         )
     return end
