@@ -210,6 +210,8 @@ def test_text_labels_are_numbered_in_sorted_order_over_all_clients(kind: Callabl
     assert federation.classes == ("ant", "bee", "cat")
     check(federation, 0, X, [["ant", "bee", "cat"].index(word) for word in WORDS])
     check(federation, 1, X[:2], [2, 0])
+    apart = {"train": (X, kind(WORDS)), "val": (X[:0], []), "test": (X[:2], WORDS[:2])}
+    assert make([apart]).clients[0].test.y.tolist() == [2, 0]
     assert make([(X, WORDS)], classes=["cat", "bee", "ant"]).classes == ("cat", "bee", "ant")
 
 
@@ -305,6 +307,23 @@ def test_named_inputs_are_cast_as_arrays_are(tokens: Any, tabular: Any) -> None:
     for name, values in truth.items():
         assert found.x[name].numpy().dtype == values.dtype, name
         np.testing.assert_array_equal(found.x[name].numpy(), values)
+
+
+def test_whole_numbers_stay_whole_where_they_are_looked_up_alone() -> None:
+    class Joined(nn.Module):
+        def __init__(self, table: nn.Module | None = None) -> None:
+            super().__init__()
+            self.table, self.out = table, nn.Linear(8, 3)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            # real numbers make real numbers of whole ones beside them
+            scores: Tensor = self.out(torch.cat([a, b], 1))
+            return scores
+
+    for model, kind in ((Joined, torch.float32), (lambda: Joined(nn.Embedding(2, 2)), torch.int64)):
+        found = make([({"a": X, "b": (X * 3).astype(int)}, Y)], model).clients[0].train.x
+        assert isinstance(found, dict)
+        assert found["b"].dtype == kind
 
 
 def test_named_inputs_in_every_form_of_a_client() -> None:
@@ -528,7 +547,7 @@ def test_the_one_candidate_becomes_the_head(
         return
     x = torch.from_numpy(X)
     found = architecture.head(architecture.initial, architecture.represent(architecture.initial, x))
-    torch.testing.assert_close(found, model(x))
+    assert torch.allclose(found, model(x), atol=1e-6)
 
 
 def test_the_head_of_a_regression_and_of_several_models() -> None:

@@ -429,7 +429,7 @@ class Federation:
             raise TaskError(f"{error} {' '.join(choices)}") from error
         said = [types.warning(), target_warning([d.train.y for d in data])]
         if classes_given is None:
-            data, classes_given, note = number_labels(data, _outputs(architectures, example), titles)
+            data, classes_given, note = number_labels(data, _outputs(architectures, example))
             said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
         names = class_names(data, classes_given, titles)
         notes = tuple(note for note in said if note)

@@ -177,7 +177,7 @@ def class_names(
     count = int(numbers.max()) + 1
     # token labels are -100 where the loss does not count
     if int(numbers.min()) < 0:
-        reject_negative_labels(clients, titles)
+        _reject_negative_labels(clients, titles)
     if classes is None:
         classes = count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
@@ -196,7 +196,7 @@ def class_labels(clients: Sequence[ClientData]) -> Tensor:
     return torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
 
 
-def reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]) -> None:
+def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]) -> None:
     """Name the first client with a negative class label, if there is one."""
     for title, data in zip(titles, clients, strict=True):
         for examples in (data.train, data.val, data.test):

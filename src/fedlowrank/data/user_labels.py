@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.errors import DataError, did_you_mean
 from .dataset import ClientData, Examples
-from .user_arrays import class_labels, reject_negative_labels
+from .user_arrays import class_labels
 from .user_clients import GivenClient
 
 _SHOWN = 6
@@ -40,7 +40,8 @@ def number_words(
         for i, client in enumerate(clients)
         for part, (_, y) in client.parts.items()
     }
-    kinds = {place: y.dtype.kind if isinstance(y, np.ndarray) else "" for place, y in labels.items()}
+    # a part without examples fits all kinds
+    kinds = {place: _kind(y) for place, y in labels.items() if 0 not in getattr(y, "shape", ())}
     words = [place for place, kind in kinds.items() if kind == "U"]
     if words:
         if others := [place for place, kind in kinds.items() if kind != "U"]:
@@ -54,43 +55,33 @@ def number_words(
             place: np.array([order[word] for word in y.tolist()], np.int64) for place, y in labels.items()
         }
         return _with_labels(clients, numbered), names
-    if (
-        classes is None
-        and kinds
-        and set(kinds.values()) == {"b"}
-        and all(y.ndim == 1 for y in labels.values())
-    ):
-        return _with_labels(clients, {p: y.astype(np.int64) for p, y in labels.items()}), ("False", "True")
+    if classes is None and {*kinds.values()} == {"b"} and all(labels[p].ndim == 1 for p in kinds):
+        # their numbers are 0 and 1
+        classes = ("False", "True")
     return _with_labels(clients, labels), classes
 
 
 def number_labels(
-    data: Sequence[ClientData], outputs: int, titles: Sequence[str]
+    data: Sequence[ClientData], outputs: int
 ) -> tuple[list[ClientData], tuple[str, ...] | None, str | None]:
     """Number whole labels from 0 on, in their order, if a label is no place among the scores of the models.
 
     Args:
         data: of all clients.
         outputs: number of scores that the models make.
-        titles: of the clients, for messages.
 
     Returns:
         The data; the classes, which are the labels as text, and what to tell the user; None for both where
-        the labels stay.
-
-    Raises:
-        DataError: if a label is negative; the message names the client.
+        the labels stay. Negative ones stay for :func:`.user_arrays.class_names`, which names the client.
     """
     if any(e.regression or e.y.ndim != 1 for c in data for e in (c.train, c.val, c.test)):
         return list(data), None, None
     values = class_labels(data).unique()
-    if int(values[0]) < 0:
-        reject_negative_labels(data, titles)
-    if int(values[-1]) < outputs or int(values[-1]) + 1 == len(values):
+    if int(values[0]) < 0 or int(values[-1]) < outputs:
         return list(data), None, None
 
     def number(examples: Examples) -> Examples:
-        return replace(examples, y=torch.searchsorted(values, examples.y))
+        return replace(examples, y=torch.searchsorted(values.to(examples.y.device), examples.y))
 
     numbered = [replace(c, train=number(c.train), val=number(c.val), test=number(c.test)) for c in data]
     names = tuple(map(str, values.tolist()))
@@ -104,9 +95,9 @@ def number_labels(
 
 
 def _as_labels(y: Any, where: str) -> Any:
-    """Labels as an array of text [n] or truth values, or anything else as it was."""
+    """Labels as a tensor or an array without objects; anything else as it was."""
     if isinstance(y, Tensor):
-        return y.detach().cpu().numpy() if y.dtype == torch.bool else y
+        return y
     try:
         array = np.asarray(y)
     except ValueError:
@@ -123,6 +114,13 @@ def _as_labels(y: Any, where: str) -> Any:
     return array if array.ndim else y
 
 
+def _kind(y: Any) -> str:
+    """The kind of numpy of labels; of tensors only truth values have one."""
+    if isinstance(y, Tensor):
+        return "b" if y.dtype == torch.bool else ""
+    return y.dtype.kind if isinstance(y, np.ndarray) else ""
+
+
 def _without_objects(array: np.ndarray, where: str) -> np.ndarray:
     """An array of objects, such as a column of pandas, as one of text or numbers."""
     values = array.tolist()
@@ -137,7 +135,7 @@ def _without_objects(array: np.ndarray, where: str) -> np.ndarray:
             f"first that of example {missing[0]} (counted from 0); leave such examples out"
         )
     kinds = {type(value) for value in values}
-    if kinds == {str} or all(issubclass(kind, bool | int | float | np.number | np.bool_) for kind in kinds):
+    if any(all(issubclass(kind, one) for kind in kinds) for one in (str, bool | int | float | np.number)):
         return np.array(values)
     names = sorted(kind.__name__ for kind in kinds)
     raise DataError(

@@ -174,8 +174,6 @@ class Architecture:
             # the layer is called twice or shares a weight; methods that need a head ask for one
             self.head_name = None
             return False
-        finally:
-            self._mode.clear()
         return True
 
     def _function(self, without: str | None = None, of: nn.Module | None = None) -> FunctionalModule:

@@ -37,7 +37,7 @@ def export(run: Run, client: int | str, series: str | None = None, layout: Layou
 
     Args:
         run: where it stands now.
-        client: its identifier. One that never took part has the model it would begin with.
+        client: its number or name. One that never took part has the model it would begin with.
         series: which of the method's models; by default its headline. Others only where the method says what
             they are made of (:attr:`fedlowrank.core.client_model.ClientModel.parts`).
         layout: see :func:`fedlowrank.adapters.deployment.deploy`.
@@ -68,9 +68,7 @@ class Gain:
     file: int
 
 
-def write(
-    run: Run, client: int | str, series: str | None, layout: Layout, path: Path, repeats: int = 30
-) -> Gain:
+def write(run: Run, client: int, series: str | None, layout: Layout, path: Path, repeats: int = 30) -> Gain:
     """Write a client's model to a file, read it back, and compare it with the dense module.
 
     Args:
@@ -126,12 +124,12 @@ def _parts(run: Run, client: int | str, series: str | None) -> tuple[Model, tupl
         own = {n: t for n, t in made.model.whole(weights).items() if n not in weights}
         return made.model, ({**first, **own}, *rest)
     params = canonical(made.personal())
-    some = _first(run.federation.clients[client].train.x)
+    some = _first(run.federation.clients[info.id].train.x)
     with torch.inference_mode():
         whole, inferred = made.model.apply(params, some), made.predictors[name](some)
     if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
         raise ConfigError(
-            f"{run.method.title} infers by more than one model at client {client} (an ensemble or a mixture "
+            f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
             "of outputs), so no single module can be exported for it. Ensemble with mixed = 'weights' and "
             "FLoRAL infer by one."
         )
