@@ -542,7 +542,8 @@ def _input_types(
 
 def _outputs(architectures: Mapping[str, Architecture], example: Inputs) -> int:
     """The number of scores that all models make of an example."""
-    return min(int(a.probe(example).shape[-1]) for a in architectures.values())
+    with torch.inference_mode():
+        return min(int(a.probe(example).shape[-1]) for a in architectures.values())
 
 
 def _first_input(examples: Examples) -> Tensor | dict[str, Tensor]:
