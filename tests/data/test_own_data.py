@@ -326,6 +326,43 @@ def test_whole_numbers_stay_whole_where_they_are_looked_up_alone() -> None:
         assert found["b"].dtype == kind
 
 
+def test_named_bytes_that_are_no_images_keep_their_values(caplog: pytest.LogCaptureFixture) -> None:
+    counts, words = np.abs(X * 30).astype(np.uint8), np.stack([Y, Y + 5], 1)
+    parts = [
+        {"train": ({"tabular": a, "tokens": words}, Y), "test": ({"tabular": a, "tokens": words}, Y)}
+        for a in (counts, counts.astype(float))
+    ]
+    with caplog.at_level(logging.INFO, "fedlowrank"):
+        result = simulate("fedavg", make(parts, Mixed), rounds=1)
+    assert any(
+        "'tabular' were converted from uint8 to float32 with the same values" in m for m in caplog.messages
+    )
+    for x, _ in (part["test"] for part in parts):
+        assert torch.equal(result.predict(0, x), result.predict(0))
+    with pytest.raises(DataError, match=r"input 'tokens' must be int64, not float64 \[12, 2\]"):
+        result.predict(0, {"tabular": counts, "tokens": words * 1.0})
+
+
+def test_named_masks_of_types_that_lose_values_are_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores: Tensor = self.out(x * mask)
+            return scores
+
+    mask = X > 0
+    with pytest.raises(DataError, match=r"'mask' are bool at client 0 and int64 at client 1; give all"):
+        make([({"x": X, "mask": mask}, Y), ({"x": X, "mask": mask * 3}, Y)], Masked)
+    for given in (mask, mask.astype(np.uint8)):
+        found = make([({"x": X, "mask": given}, Y), ({"x": X, "mask": mask}, Y)], Masked).clients
+        for client in found:
+            assert isinstance(client.train.x, dict)
+            assert client.train.x["mask"].dtype == torch.from_numpy(given).dtype
+
+
 def test_named_inputs_in_every_form_of_a_client() -> None:
     x = {"tabular": X.astype(float), "tokens": np.stack([Y, Y + 5], 1).astype(np.int32)}
     rows = [({n: v[i] for n, v in x.items()}, int(Y[i])) for i in range(12)]

@@ -47,11 +47,13 @@ def convert_named_input(x: Tensor, whole: torch.dtype | None = None) -> Tensor:
 
     Args:
         x: numbers of any real type.
-        whole: the type of other bytes, whole numbers and truth values; None leaves them as they are.
+        whole: the type of other bytes, whole numbers and truth values, if it holds their values; None leaves
+            them as they are.
     """
     if x.is_floating_point() or is_image(x):
         return convert_inputs(x)
-    return x if whole is None else x.to(whole)
+    is_wide = whole in (torch.int64, torch.float32)
+    return x.to(whole) if whole is not None and (is_wide or x.dtype == torch.bool) else x
 
 
 def is_image(x: Tensor) -> bool:
@@ -87,7 +89,7 @@ class InputTypes:
             name: of the input, where there are several.
         """
         converted = convert_named_input(x, self.named.get(name)) if name else convert_inputs(x, ids=self.ids)
-        if x.dtype == torch.uint8 and converted.dtype == torch.float32:
+        if is_image(x) or (not name and x.dtype == torch.uint8 and converted.dtype == torch.float32):
             first, largest = self._scaled.get(name, (where, 0))
             self._scaled[name] = first, max(largest, int(x.max()) if x.numel() else 0)
         else:
@@ -138,6 +140,11 @@ class InputTypes:
             if len(by_type) > 1 and (name or self.ids):
                 real = by_type.pop(torch.float32, "")
                 what = f"inputs {name!r}" if name else "inputs"
+                if not real:
+                    found = " and ".join(f"{kind} at {where}" for kind, where in reversed(by_type.items()))
+                    raise DataError(
+                        f"the {what} are {found}; give all of them as one type".replace("torch.", "")
+                    )
                 raise DataError(
                     f"the {what} of {next(iter(by_type.values()))} are whole numbers, which the model looks up, but "
                     f"those of {real} are real numbers. Give all of them as whole numbers."

@@ -132,7 +132,7 @@ def _advice(array: Any, values: np.ndarray) -> str:
 
 def first_input(given: GivenClient) -> Tensor | dict[str, Tensor] | None:
     """The first input ``[1, ...]`` of a client as it was given, or dict of them; None if it is no array."""
-    x, _ = next(iter(given.parts.values()))
+    x, _ = given.parts["train" if "train" in given.parts else ""]
     try:
         inputs = (
             {n: input_tensor(a, n) for n, a in x.items()} if isinstance(x, Mapping) else input_tensor(x, "x")
@@ -184,7 +184,8 @@ def class_names(
     if count > len(names):
         at = next(i for i, c in enumerate(clients) if int(class_labels([c]).max()) >= len(names))
         raise DataError(
-            f"{titles[at]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0"
+            f"{titles[at]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0. "
+            "Leave classes= out to number labels in their order"
         )
     return names
 

@@ -159,7 +159,11 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
         if inputs.keys() != own.x.keys():
             raise DataError(f"the inputs must have the names {sorted(own.x)}, not {sorted(inputs)}")
         named = {name: input_tensor(value, f"input {name!r}").to(device) for name, value in inputs.items()}
-        x = {name: convert_named_input(value) for name, value in named.items()}
+        x = {name: convert_named_input(value, own.x[name].dtype) for name, value in named.items()}
+        if wrong := [name for name, value in x.items() if value.dtype != own.x[name].dtype]:
+            name = wrong[0]
+            wanted = str(own.x[name].dtype).removeprefix("torch.")
+            raise DataError(f"the input {name!r} must be {wanted}, not {describe_array(named[name])}")
         count = len(next(iter(x.values())))
     else:
         given = input_tensor(inputs, "the inputs").to(device)
