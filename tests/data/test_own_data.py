@@ -196,6 +196,8 @@ def test_names_of_clients_are_kept() -> None:
     ):
         with pytest.raises((DataError, TaskError), match=says):
             make(clients, classes=2 if "only 2" in says else None)
+    with pytest.raises(DataError, match=r"client 0: expected a pair .*\[\(x0, y0\), \(x1, y1\)\]"):
+        make((X, Y))
     for clients in (None, 5, "abc", 1.5):
         with pytest.raises(DataError, match="the clients are a list with the data of each, or a dict"):
             make(clients)

@@ -129,5 +129,7 @@ def _describe(value: Any) -> str:
         return f"a {kind.__name__}; name its column of targets, target=..., for a frame as a client"
     if kind.__module__.partition(".")[0] in ("datasets", "flwr_datasets"):
         return f"a {kind.__name__} of {kind.__module__.partition('.')[0]}; use Federation.from_partitions"
+    if hasattr(value, "shape"):
+        return f"a {kind.__name__}; the clients are a list with a pair for each, [(x0, y0), (x1, y1)]"
     of = f" of {len(value)}" if isinstance(value, tuple | list) else ""
     return f"a {kind.__name__}{of}; a client may also be a torch.utils.data.Dataset or a dict of parts"
