@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.stateless import Stateless
 
 
@@ -95,3 +97,14 @@ def test_a_failure_leaves_the_module_as_it_was() -> None:
     # names of one layer that hold different tensors: the later one counts, and both are put back
     code({"a.weight": torch.zeros(4, 4), "b.weight": torch.ones(4, 4)}, torch.randn(6, 4))
     assert [id(p) for layer in module.modules() for p in layer._parameters.values()] == before
+
+
+def test_a_copy_of_a_model_leaves_out_its_own_head() -> None:
+    # as in another process: the copy's head is another object
+    x = torch.ones(1, 3)
+    made = Architecture("m", nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), x, "2")
+    made.set_training(False)
+    twin = copy.deepcopy(made)
+    wanted = torch.relu(x @ made.initial["0.weight"].T + made.initial["0.bias"])
+    for model in (made, twin):
+        torch.testing.assert_close(model.represent(made.initial, x), wanted)

@@ -65,13 +65,8 @@ class FunctionalModule:
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
         self._aliases = _aliases(module)
         self._complex = complex_names(module)
-        self._without: SavedSlots = []
-        if without is not None:
-            table = module.get_submodule(without).__dict__
-            self._without = [
-                (table, "forward", _pass_on),
-                *((table, hooks, OrderedDict()) for hooks in HOOKS),
-            ]
+        # the module itself: its __dict__ would be another object after pickling
+        self._skipped = None if without is None else module.get_submodule(without)
         self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
@@ -142,9 +137,12 @@ class FunctionalModule:
             for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
                 saved.append((layer.__dict__, flag, layer.__dict__[flag]))
                 layer.__dict__[flag] = value
-        for table, name, value in self._without:
-            saved.append((table, name, table.get(name, ABSENT)))
-            table[name] = value
+        if self._skipped is not None:
+            table = self._skipped.__dict__
+            without_hooks = {hooks: OrderedDict[Any, Any]() for hooks in HOOKS}
+            for name, value in {"forward": _pass_on, **without_hooks}.items():
+                saved.append((table, name, table.get(name, ABSENT)))
+                table[name] = value
         self._stateless.install(params, saved)
 
     def neutral(self) -> Params:
