@@ -1,4 +1,4 @@
-"""Print what `make demo` shows: three lines for each idea, with numbers from the runs in a folder.
+"""Print what `make demo-all` shows: three lines for each idea, with numbers from the runs in a folder.
 
 python examples/demo_summary.py runs/demo
 """
@@ -81,7 +81,7 @@ def _join(values: pd.Series, form: str) -> str:
 
 def main() -> None:
     """Print the summary of every idea."""
-    parser = argparse.ArgumentParser(description="Print three lines for each comparison of `make demo`.")
+    parser = argparse.ArgumentParser(description="Print three lines for each comparison of `make demo-all`.")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
     parser.add_argument("--language", action="store_true", help="the folder is of `make demo-language`")
     given = parser.parse_args()
