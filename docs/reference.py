@@ -39,6 +39,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("simulation.result", "Result"),
             *_names("simulation.settings", "RunSettings"),
             *_names("simulation.records", "RoundRecord RunRecord"),
+            *_names("core.losses", "Loss"),
             *_names("core.optimizer", "SGD AdamW Group Schedule"),
             *_names("data.augment", "Augment"),
         ],
@@ -68,7 +69,9 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("core.contribution", "Mean Sum Each"),
             *_names("core.client_model", "ClientModel"),
             *_names("core.key", "Key"),
-            *_names("core.loss", "supervised_loss task_loss cross_entropy kl_divergence"),
+            *_names(
+                "core.loss", "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence"
+            ),
             *_names(
                 "core.tree", "tree map add sub zeros_like dot square_distance numel nbytes encode decode"
             ),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .core.errors import FedlowrankError
     from .core.key import Key
     from .core.loss import cross_entropy, supervised_loss, task_loss
+    from .core.losses import Loss
     from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
     from .core.optimizer import SGD, AdamW, Group, Schedule
     from .data.augment import Augment
@@ -39,6 +40,7 @@ _MODULES = {
     "core.errors": "FedlowrankError",
     "core.key": "Key",
     "core.loss": "cross_entropy, supervised_loss, task_loss",
+    "core.losses": "Loss",
     "core.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
     "core.optimizer": "SGD, AdamW, Group, Schedule",
     "data.augment": "Augment",
@@ -89,6 +91,7 @@ __all__ = [
     "Floral",
     "Group",
     "Key",
+    "Loss",
     "Mean",
     "Method",
     "Pass",

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fedlowrank.core import tree
 from fedlowrank.core.key import Key
-from fedlowrank.core.loss import pointwise_loss, task_loss
+from fedlowrank.core.loss import task_loss
+from fedlowrank.core.losses import AUTO
 from fedlowrank.core.method import Batch, ClientInfo, Pass
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.dataset import ClientData, Examples
@@ -157,7 +158,7 @@ def test_weights_count_the_tokens_that_are_predicted() -> None:
     assert float(Batch(None, y[2:]).mean(values[2:])) == 0
     assert Batch(None, torch.tensor([0, 1])).weights is None
     assert Batch(None, torch.zeros(3, 2)).weights is None
-    each = pointwise_loss(torch.zeros(3, 4, 8, dtype=torch.float64), y)
+    each = AUTO.each(torch.zeros(3, 4, 8, dtype=torch.float64), y)
     assert each.tolist() == pytest.approx([np.log(8), np.log(8), 0])
 
 

@@ -251,10 +251,10 @@ def test_text_labels_that_do_not_fit(y: Any, says: str) -> None:
 
 def test_truth_values_are_classes() -> None:
     for y in (Y > 0, torch.from_numpy(Y > 0), (Y > 0).tolist()):
-        federation = make([(X, y)])
+        federation = make([(X, y)], nn.Linear(4, 2))
         assert federation.classes == ("False", "True")
         check(federation, 0, X, Y > 0)
-    assert make([(X, Y > 0)], classes=["low", "high"]).classes == ("low", "high")
+    assert make([(X, Y > 0)], nn.Linear(4, 2), classes=["low", "high"]).classes == ("low", "high")
 
 
 @pytest.mark.parametrize("values", [[1, 2, 3], [10, 20, 300], [0, 5, 7]])
@@ -571,6 +571,7 @@ def test_the_one_candidate_becomes_the_head(
 ) -> None:
     with caplog.at_level(logging.INFO, "fedlowrank"), warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "client 0: model model makes 4 scores")
         federation = make([(X, Y), (X, Y)], model)
     architecture = federation.architectures["model"]
     assert architecture.head_name == head

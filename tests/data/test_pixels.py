@@ -191,7 +191,7 @@ def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
     table = Federation.from_arrays([(torch.randn(400, 5), torch.arange(400) % 3)], lambda: MLP(5, (4,), 3))
 
     def is_packed(on: Federation, how: str, device: str) -> bool:
-        settings: Any = SimpleNamespace(pixels=how, device=device)
+        settings: Any = SimpleNamespace(pixels=how, device=device, statistics="local")
         made = placed(on, settings, said.append)
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.core.loss import IGNORE_INDEX
+from fedlowrank.core.losses import IGNORE_INDEX
 from fedlowrank.data.dataset import Dataset
 from fedlowrank.data.text.packing import Sample, pack_sequences
 from fedlowrank.data.text.records import Instruction, Labeled, Texts

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from pathlib import Path
 
 import pytest
 
+from fedlowrank import Loss
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core.losses import KINDS
 
 ROOT = Path(__file__).parents[2]
 CALLBACKS = (ROOT / "docs" / "how-to" / "callbacks.md").read_text()
 HETEROGENEITY = (ROOT / "docs" / "how-to" / "system-heterogeneity.md").read_text()
+LOSSES = (ROOT / "docs" / "how-to" / "losses.md").read_text()
 LOGGING = (ROOT / "docs" / "how-to" / "logging.md").read_text()
 
 
@@ -42,6 +46,22 @@ def test_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
     end, why = capsys.readouterr().out.splitlines()
     assert end == "finished"
     assert 5000 < int(re.findall(r"stopped early: (\d+) bytes are sent", why)[0]) < 10_000
+
+
+def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for text in blocks(LOSSES, "python"):
+        exec(compile(text, "page", "exec"), names)
+    *table, accuracy = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["loss", "accuracy", "micro_f1"]
+    assert 0 <= float(accuracy) <= 1
+    (text,) = blocks(LOSSES, "toml")
+    Path("file.toml").write_text(text)
+    assert ExperimentConfig.read("file.toml").loss == Loss("focal", gamma=1.5)
+    # every kind and every option has a row
+    options = {field.name for field in dataclasses.fields(Loss)} - {"kind"}
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", LOSSES, re.MULTILINE))))
+    assert {*KINDS, *options} <= named
 
 
 def test_system_heterogeneity(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,10 +91,12 @@ def alike(dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any) -> F
     )
 
 
-def unlike(deep_width: int = WIDTH, dtype: torch.dtype = torch.float64, seed: int = 0) -> Federation:
+def unlike(
+    deep_width: int = WIDTH, dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any
+) -> Federation:
     """Clients 0 and 2 hold a deeper model than clients 1 and 3, with a representation of ``deep_width``."""
     models = {"deep": lambda: Net(9, deep_width, dtype=dtype), "small": lambda: Net(WIDTH, dtype=dtype)}
-    return Federation.from_arrays(arrays(), models, classes=CLASSES, seed=seed)
+    return Federation.from_arrays(arrays(), models, classes=CLASSES, seed=seed, **kwargs)
 
 
 def run_of(

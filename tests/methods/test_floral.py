@@ -119,21 +119,19 @@ def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine
 def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
     """Eq. 4 and 5: π of the models received, unchanged by training and used in the average; even in the first
     round."""
-    method = FederatedFloral(
-        clusters=3, rank=2, alpha=1.7, router=Router(lr=4.0, update="mfl", temperature=0.5), **LOCAL
-    )
-    run, thetas = golden(method, engine, router_lr=4.0, mfl=True, temperature=0.5)
+    method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=Router(lr=4.0, update="mfl"), **LOCAL)
+    run, thetas = golden(method, engine, router_lr=4.0, mfl=True)
     assert all(s is None for s in states(run))
     model = run.state.server.model
     net, adaptors = layers(model["base"]), adaptors_of(model["adaptors"])
     for info, (x, y) in zip(run.federation.infos, train_data(run.federation), strict=True):
-        theta = reference.mfl_router(net, adaptors, x, y, 4.0, 0.5, 1.7)
-        pi = reference.shares(theta, 0.5, None)
+        theta = reference.mfl_router(net, adaptors, x, y, 4.0, 1.0, 1.7)
+        pi = reference.shares(theta, 1.0, None)
         assert pi.max() - pi.min() > 0.02
         np.testing.assert_allclose(run.local_model(info).client_model.routes, pi, rtol=1e-9)
         if info.id in thetas:
             # what went into the last average is of the models before
-            assert np.abs(reference.shares(thetas[info.id], 0.5, None) - pi).max() > 1e-3
+            assert np.abs(reference.shares(thetas[info.id], 1.0, None) - pi).max() > 1e-3
 
 
 @pytest.mark.parametrize("precondition", [True, False])

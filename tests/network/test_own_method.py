@@ -70,3 +70,21 @@ def test_a_client_refuses_parts_of_batches_as_a_run_does(
     prepare(tmp_path / "client", made, 0, made.shares())
     with pytest.raises(ConfigError, match=r"run\.micro_batch = 4 .* batch normalization '1'"):
         _ = ClientRuntime(tmp_path / "client").method
+
+
+LOSS = """
+from torch.nn import functional
+
+def tempered(scores, targets):
+    return functional.cross_entropy(scores / 3, targets, reduction="none")
+"""
+
+
+def test_a_loss_is_named_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tempered.py").write_text(LOSS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = small("fedavg", rounds=2, loss={"kind": "own_tempered:tempered"})
+    carrier = local(made, tmp_path / "clients")
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["loss"]["kind"] == "own_tempered:tempered"

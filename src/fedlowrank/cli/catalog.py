@@ -14,6 +14,7 @@ from rich.text import Text
 from ..config.experiment import TAGGED, method_class
 from ..config.field_help import list_fields
 from ..core.errors import ConfigError
+from ..core.losses import KINDS
 from ..data.sources import SOURCES
 from ..data.text.sources import TEXT_SOURCES
 from ..methods import METHODS
@@ -27,15 +28,22 @@ from .terminal import OUT, strip_markup
 def build_catalog() -> list[dict[str, Any]]:
     """The tables of ``fedlowrank list``: title, columns and rows of each, and whether ``--trust`` shows it."""
     methods = [
-        [name, _first_line(cls), "any" if cls.heterogeneous else "equal", cls.citation]
+        [
+            name,
+            _first_line(cls),
+            "any" if cls.heterogeneous else "equal",
+            "classes" if cls.needs_classes else "any",
+            cls.citation,
+        ]
         for name, cls in METHODS.items()
     ]
-    tables = [_table("Methods", ["method", "", "models", "source"], methods)]
+    tables = [_table("Methods", ["method", "", "models", "targets", "source"], methods)]
     known: dict[str, Mapping[str, object]] = {
         "Models (model.names)": MODELS,
         "Data (data.source)": SOURCES,
         "Texts (data.source, with [language])": TEXT_SOURCES,
         **{f"{section.title()}s ({section}.kind)": kinds for section, (kinds, _) in TAGGED.items()},
+        "Losses (loss)": KINDS,
         "Metrics (run.metrics)": {name: metric.about for name, metric in METRICS.items()},
     }
     for title, entries in known.items():

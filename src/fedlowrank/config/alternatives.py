@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..adapters.router import Router
+from ..core.losses import Loss
 from ..core.optimizer import SGD, AdamW, Schedule
 from ..core.switch import Switch
 from ..data.concept import CONCEPTS
@@ -68,6 +69,7 @@ SECTIONS: Mapping[str, Alternatives] = {
     "split": _of_classes(SPLITS, "local"),
     "concept": _of_classes(CONCEPTS, "none"),
     "model": _of_switch(ModelSettings),
+    "loss": _of_switch(Loss),
     "run.compression": _of_switch(Compression),
     "run.clipping": _of_switch(Clipping),
     "run.privacy": _of_switch(Privacy),

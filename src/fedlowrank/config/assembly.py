@@ -12,6 +12,7 @@ import torch
 
 from ..core.errors import ConfigError
 from ..core.key import Key
+from ..core.losses import Loss
 from ..core.method import ClientInfo
 from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
@@ -20,6 +21,7 @@ from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_cli
 from ..data.federation import Federation
 from ..data.partition import Partition
 from ..data.split import Split
+from ..data.user_arrays import TARGET_WARNINGS
 from ..language import federation as language_models
 from ..language.federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
@@ -41,6 +43,7 @@ class FederationSettings(Protocol):
     augment: Augment
     model: ModelSettings
     lora: LoraSettings | PeftSettings
+    loss: Loss
     run: RunSettings
 
 
@@ -81,7 +84,10 @@ def share_data(experiment: FederationSettings) -> Shares:
     if preparation.normalize == "standard_per_client" and experiment.language is None:
         data = [standardize_client(client) for client in data]
     data = apply_concept(experiment.concept, data, len(dataset.classes))
-    return Shares(tuple(data), dataset.classes, dataset.notes, language)
+    # a loss that is set says what the targets mean
+    is_open = experiment.loss.kind == "auto"
+    notes = tuple(note for note in dataset.notes if is_open or note not in TARGET_WARNINGS)
+    return Shares(tuple(data), dataset.classes, notes, language)
 
 
 def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> Language | None:
@@ -139,6 +145,7 @@ def assemble(
         shares.language is not None and shares.language.settings.by_length,
         shares.language,
         here,
+        loss=experiment.loss,
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.losses import AUTO, Loss
 from ..core.method import Method
 from ..core.user_code import import_named
 from ..data.augment import Augment
@@ -92,6 +93,7 @@ class ExperimentConfig(pydantic.BaseModel):
         augment: how the images of training batches are changed at random.
         model: the models of the clients.
         lora: ranks of the clients, and LoRA layers.
+        loss: what every method minimizes and every evaluation reports; a name stands for a table with that kind.
         run: the protocol.
         network: how a server deals with clients that it reaches by messages.
         defaults: fields of every method.
@@ -117,6 +119,7 @@ class ExperimentConfig(pydantic.BaseModel):
     augment: Augment = Augment()
     model: ModelSettings = ModelSettings()
     lora: LoraSettings | PeftSettings = Field({}, validate_default=True)
+    loss: Loss = AUTO
     run: RunSettings = RunSettings()
     network: NetworkSettings = NetworkSettings()
     defaults: dict[str, Any] = {}
@@ -218,6 +221,11 @@ class ExperimentConfig(pydantic.BaseModel):
     def _list_one(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _name_kind(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
     @field_validator("data", "partition", "split", "concept", "lora", mode="plain")
     @classmethod
     def _choose(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
@@ -287,7 +295,8 @@ class ExperimentConfig(pydantic.BaseModel):
         """Names of the user's own Python code, ``module:attribute``."""
         methods = (self.method, *self.compare, *self.methods, *(m.method for m in self.methods.values()))
         named = (*methods, *self.run.metrics)
-        code = [*self.model.own, *self.run.callbacks, *(name for name in named if ":" in name)]
+        own = [self.loss.kind] if self.loss.is_own else []
+        code = [*self.model.own, *self.run.callbacks, *own, *(name for name in named if ":" in name)]
         return tuple(dict.fromkeys(code))
 
     @property

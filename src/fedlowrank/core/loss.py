@@ -12,33 +12,49 @@ from torch.nn import functional
 from .errors import LossError
 from .model import Model
 from .task import Batch
-from .tree import Params, map
-
-IGNORE_INDEX = -100
-"""Label of a token that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
+from .tree import Params, map, wide_type
 
 
-def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
-    """The loss of each example ``[b]``.
+def example_losses(scores: Tensor, batch: Batch) -> Tensor:
+    """The loss of each example ``[b]``, by the loss of the task; see :meth:`.losses.Loss.each`."""
+    return batch.loss.each(scores, batch.y)
 
-    Cross-entropy with labels ``[b]``; ½ ‖score - y‖² with real targets ``[b, d]``; and with labels of tokens
-    ``[b, T]`` the mean over the tokens that count, where the scores ``[b, T, V]`` at position t - 1 predict
-    the token at t.
+
+def mean_loss(values: Tensor, batch: Batch) -> Tensor:
+    """The mean that a task minimizes, of losses of examples ``[b]`` as :func:`example_losses` gives them.
+
+    Over the examples of the batch; over tokens, pixels or class weights where the loss says so, see :mod:`.losses`.
     """
-    if y.is_floating_point():
-        return (scores - y).square().flatten(1).sum(1) / 2
-    if y.ndim == 2:
-        targets = y[:, 1:]
-        each = functional.cross_entropy(
-            scores[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
-        )
-        return each.sum(1) / (targets >= 0).sum(1).clamp(min=1)
-    return functional.cross_entropy(scores, y, reduction="none")
+    if batch.loss.weigh(batch.y) is None:
+        return batch.mean(values)
+    total, weight = sum_losses(values, batch)
+    if batch.example_weight is not None:
+        # of the whole batch, of which this is a part
+        weight = (batch.example_weight * len(batch)).to(total.dtype)
+    return (total / torch.where(weight > 0, weight, 1.0)).to(values.dtype)
+
+
+def sum_losses(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum of losses of examples ``[b, ...]`` over all that counts in them, and their weight.
+
+    The quotient of these sums over a client's data is its mean loss f_k; of texts over texts and not over tokens.
+    """
+    found = batch.loss.weigh(batch.y)
+    if found is None:
+        return batch.total(values), batch.total(torch.ones(len(batch.y), device=values.device))
+    count, weight = found
+    values = values * count.reshape(-1, *[1] * (values.ndim - 1))
+    return batch.total(values), batch.total(weight.to(wide_type(values.dtype)))
 
 
 def task_loss(scores: Tensor, batch: Batch) -> Tensor:
-    """Mean over the batch (of texts, over tokens) of :func:`pointwise_loss`, which clients minimize."""
-    return batch.mean(pointwise_loss(scores, batch.y))
+    """The mean loss of a batch, which clients minimize: :func:`mean_loss` of :func:`example_losses`.
+
+    The loss is that of the task (``batch.loss``). By default it is the cross-entropy with labels ``[b]``; ½ ‖score -
+    y‖² with real targets ``[b, d]``; and of texts with labels of tokens ``[b, T]`` the cross-entropy of each token
+    that counts, where the scores ``[b, T, V]`` at position t - 1 predict the token at t.
+    """
+    return mean_loss(example_losses(scores, batch), batch)
 
 
 def supervised_loss(model: Model) -> Callable[..., Tensor]:
@@ -80,7 +96,7 @@ def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
-    """Mean cross-entropy of ``scores [b, classes]`` with the labels of the batch."""
+    """Mean cross-entropy of ``scores [b, classes]`` with the labels of the batch, whatever the task's loss."""
     return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .bounds import check_minimum
 from .errors import TaskError
 from .key import Key
+from .losses import AUTO, Loss
 from .model import Model
 from .tree import wide_type
 
@@ -22,12 +23,15 @@ class Batch:
 
     Attributes:
         x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
-        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; or labels of tokens, int64 ``[b,
-            T]``, -100 where none counts.
+        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; labels of tokens, int64 ``[b,
+            T]``, -100 where none counts; or labels or real values of pixels ``[b, H, W]``.
         mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
         step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
         clients: K where the rows are those of K clients, as many of each, one client after another; then sums
             and means are those of each client, ``[K, ...]``. None for the batch of one client.
+        loss: of the task, by which ``task_loss`` of :mod:`.loss` goes.
+        example_weight: the mean weight of an example in the whole batch, where this is a part of it whose loss
+            has weights; see :func:`.loss.mean_loss`.
     """
 
     x: Any
@@ -35,6 +39,8 @@ class Batch:
     mask: Tensor | None = None
     step: int = 0
     clients: int | None = None
+    loss: Loss = AUTO
+    example_weight: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -42,7 +48,7 @@ class Batch:
     @property
     def weights(self) -> Tensor | None:
         """Weight of each example in a mean ``[b]``: its predicted tokens; None where all weigh 1."""
-        if self.y.ndim < 2 or self.y.is_floating_point():
+        if not self.loss.predicts_tokens(self.y):
             return None
         return (self.y[:, 1:] >= 0).sum(1)
 
@@ -169,6 +175,8 @@ class Task:
         classes: number of classes; 0 for a regression.
         rounds: rounds of the whole run, for methods whose settings depend on progress.
         key: randomness of initial values, common to server and clients.
+        loss: what is minimized; batches carry it, too.
+        target: no targets ``[0, ...]``, for their form; None for labels ``[n]``, or as scores have it.
     """
 
     architectures: Mapping[str, Model]
@@ -176,6 +184,8 @@ class Task:
     classes: int
     rounds: int
     key: Key
+    loss: Loss = AUTO
+    target: Tensor | None = None
 
     def model(self, client: ClientInfo) -> Model:
         """The architecture of a client."""

@@ -24,8 +24,8 @@ Stored: TypeAlias = Inputs | Pixels
 Normalization: TypeAlias = Literal["none", "scale", "standard", "standard_per_client"]
 
 _INPUTS = torch.float32, torch.int64
-_TARGETS = (torch.int64, 1), (torch.float32, 2)
-_TOKEN_LABELS = (torch.int64, 2)
+_TARGETS = {torch.int64: 1, torch.float32: 2}
+"""Types of targets, and the dimensions that they have at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,9 @@ class Examples:
     Attributes:
         x: inputs, float32 [n, ...], or int64 that a model looks up; or images as bytes; or, for text, named
             tensors [n, ...].
-        y: labels, int64 [n]; or the real targets of a regression, float32 [n, d]; or token labels, int64 [n,
-            T], beside inputs ``input_ids`` [n, T]: the token's own id where the loss counts, -100 elsewhere.
+        y: labels, int64 [n]; or real targets, float32 [n, d] of a regression or of several labels, [n, H, W]
+            of pixels; or a label of each pixel, int64 [n, H, W], or of each token [n, T]. Of language models it
+            is the token's own id where the loss counts, -100 elsewhere, beside inputs ``input_ids`` [n, T].
             They are not shifted: position t holds the label of token t.
 
     Raises:
@@ -47,14 +48,11 @@ class Examples:
     y: Tensor
 
     def __post_init__(self) -> None:
-        is_text = isinstance(self.x, dict)
-        form = self.y.dtype, self.y.ndim
-        is_known = form in _TARGETS or (is_text and form == _TOKEN_LABELS)
-        if not is_known or (self.y.ndim == 2 and self.y.shape[1] == 0):
+        least = _TARGETS.get(self.y.dtype)
+        if least is None or self.y.ndim < least or 0 in self.y.shape[1:]:
             raise DataError(
-                "the labels must be int64 [n], or for a regression the targets float32 [n, d], not "
-                f"{describe_array(self.y)}. Token labels are int64 [n, T], beside named inputs with "
-                "input_ids [n, T]."
+                "the labels must be int64 [n], or [n, ...] of pixels or tokens, or for a regression the targets "
+                f"float32 [n, d], not {describe_array(self.y)}."
             )
         if isinstance(self.x, dict):
             if not self.x:
@@ -72,11 +70,6 @@ class Examples:
             count = tensor.shape[0] if tensor.ndim else 0
             if tensor.ndim == 0 or count != self.y.shape[0]:
                 raise DataError(f"there are {len(self.y)} labels, but the {name} holds {count} examples.")
-        if isinstance(self.x, dict) and self.tokens:
-            ids = self.x.get("input_ids")
-            if ids is None or ids.shape != self.y.shape:
-                found = f"there are only {sorted(self.x)}" if ids is None else f"found {describe_array(ids)}"
-                raise DataError(f"token labels {describe_array(self.y)} need such input_ids; {found}.")
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -92,9 +85,15 @@ class Examples:
         return self.y.is_floating_point()
 
     @property
+    def is_dense(self) -> bool:
+        """Whether every pixel or token has a label."""
+        return self.y.ndim > 1 and not self.regression
+
+    @property
     def tokens(self) -> bool:
-        """Whether every token has a label, as for a language model."""
-        return self.y.ndim == 2 and not self.regression
+        """Whether every token of a text has a label, as for a language model."""
+        ids = self.x.get("input_ids") if isinstance(self.x, dict) else None
+        return self.is_dense and ids is not None and ids.shape == self.y.shape
 
     def take(self, index: Tensor | np.ndarray) -> Examples:
         """Copy the examples at positions [m] in 0..n-1 to new contiguous tensors, images as float32."""

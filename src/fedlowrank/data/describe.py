@@ -20,10 +20,14 @@ _MAX_BUBBLES = 30
 
 
 def class_counts(clients: Sequence[ClientData], classes: int) -> IntArray:
-    """Number of training examples by client and class, [clients, classes]; a regression has 0 classes."""
+    """Number of training examples by client and class, [clients, classes]; a regression has 0 classes.
+
+    Of a label for each pixel or token, of these. Labels of no class, which a loss leaves out, are not in it.
+    """
     if classes == 0:
         return np.zeros((len(clients), 0), dtype=np.int64)
-    rows = [np.bincount(client.train.y.cpu().numpy(), minlength=classes) for client in clients]
+    labels = [client.train.y.cpu().flatten().numpy() for client in clients]
+    rows = [np.bincount(y[(y >= 0) & (y < classes)], minlength=classes) for y in labels]
     return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
 
 

@@ -16,6 +16,7 @@ from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean, warn_user
 from ..core.field_checks import check_arguments
 from ..core.key import Key
+from ..core.losses import AUTO, Loss, as_loss, class_axis
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
 from ..models.architecture import (
@@ -32,7 +33,9 @@ from .dataset import ClientData, Examples, Inputs
 from .input_types import InputTypes, convert_named_input, is_image, is_whole
 from .partitions import read_partitions
 from .pixels import Pixels, pack
+from .targets import check_scores, fit_loss
 from .user_arrays import (
+    TARGET_WARNINGS,
     class_names,
     client_from_arrays,
     first_input,
@@ -86,6 +89,8 @@ class Federation:
         here: ids of the clients whose data are on this machine, or None for all; the others have no examples.
         remarks: what a user should know of how the models fit the data; found if None.
         choices: what :meth:`from_arrays` chose where the user did not: types of inputs, heads.
+        loss: what every method minimizes and every evaluation reports: a :class:`fedlowrank.Loss`, its name, or a
+            function ``loss(scores, targets)`` that gives one number for each example.
     """
 
     clients: Sequence[ClientData]
@@ -101,10 +106,13 @@ class Federation:
     here: frozenset[int] | None = None
     remarks: tuple[str, ...] | None = None
     choices: tuple[str, ...] = ()
+    loss: Loss = AUTO
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
             raise DataError(f"there are {len(self.clients)} clients, but {len(self.infos)} infos")
+        loss = as_loss(self.loss).imported()
+        object.__setattr__(self, "loss", fit_loss(loss, self.clients, self.classes))
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             if info.id != i:
                 raise DataError(f"the client at place {i} has the id {info.id}; ids count from 0")
@@ -133,9 +141,10 @@ class Federation:
 
     def _check_kind(self, examples: Examples, client: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
-        if (examples.regression or examples.tokens) != bool(self.classes):
+        predicts_tokens = self.loss.predicts_tokens(examples.y)
+        if (examples.regression or predicts_tokens) != bool(self.classes):
             return
-        kind = "token labels" if examples.tokens else "class labels"
+        kind = "token labels" if predicts_tokens else "class labels"
         kind = "real targets" if examples.regression else kind
         raise DataError(
             f"{client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a "
@@ -145,9 +154,13 @@ class Federation:
     def _check_target_widths(self) -> None:
         """Reject clients of a regression with targets of different widths."""
         clients = reversed(list(enumerate(self.clients)))
-        widths = {e.y.shape[1]: self.infos[i].title for i, d in clients for e in (d.train, d.val, d.test)}
+        widths = {
+            tuple(e.y.shape[1:]): self.infos[i].title for i, d in clients for e in (d.train, d.val, d.test)
+        }
         if len(widths) > 1:
-            found = ", ".join(f"{width} at {title}" for width, title in sorted(widths.items()))
+            found = ", ".join(
+                f"{'x'.join(map(str, width))} at {title}" for width, title in sorted(widths.items())
+            )
             raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
 
     def _check_outputs(self) -> list[str]:
@@ -171,14 +184,7 @@ class Federation:
                 ) from error
             shape = list(scores.shape)
             found = f"{title}: model {name} makes {shape} of one example, but"
-            if examples.regression:
-                if shape != [1, examples.y.shape[1]]:
-                    raise TaskError(f"{found} its target is [1, {examples.y.shape[1]}]")
-            elif len(shape) != 2 or shape[0] != 1 or shape[1] < len(self.classes):
-                raise TaskError(
-                    f"{found} there are {len(self.classes)} classes; it must make [1, {len(self.classes)}], "
-                    "one score per class"
-                )
+            check_scores(self.loss, scores, examples, len(self.classes), found)
             if not scores.is_floating_point():
                 raise TaskError(
                     f"{title}: model {name} makes scores of type {scores.dtype}, by which nothing can be "
@@ -190,8 +196,12 @@ class Federation:
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
                     "or rounding in its forward, as it is in training mode."
                 )
-            is_new = not examples.regression and self.remarks is None and name not in remarks
-            if is_new and (said := self._remark(name, client, scores)):
+            is_new = self.remarks is None and name not in remarks and not self.loss.is_own
+            if (
+                is_new
+                and (not examples.regression or self.loss.is_binary(examples.y))
+                and (said := self._remark(name, client, scores))
+            ):
                 remarks[name] = said
         return list(remarks.values())
 
@@ -199,26 +209,31 @@ class Federation:
         """What a user should know of the scores [1, outputs] that a model makes of a client's example."""
         is_share = bool(((scores >= 0) & (scores <= 1)).all())
         # a language model, whose vocabulary may be wider than the tokens that occur, does not come here
-        has_many = scores.shape[1] > len(self.classes)
+        is_binary = not self.classes
+        outputs = scores.shape[class_axis(scores)]
+        has_many = not is_binary and outputs > len(self.classes)
         if not is_share and not has_many:
             return ""
         layer, operation = self.architectures[name].last_layer(_first_input(self.clients[client].train))
         at = f" in its {layer}" if layer else ""
         # a softmax over the batch makes ones of a single example; another forward may reshape what a softmax made
-        distance = abs(float(scores.sum()) - 1) if scores.shape[1] > 1 else 1.0
+        distance = abs(float(scores.sum()) - 1) if outputs > 1 and not is_binary else 1.0
         if operation == "softmax" and distance > 0.05:
             operation = ""
         elif not operation and distance < 1e-5:
             operation = "softmax"
         found = []
         if is_share and operation:
+            name_of_loss, applied = (
+                ("binary cross-entropy", "sigmoid") if is_binary else ("cross-entropy", "softmax")
+            )
             found.append(
-                f"ends in a {operation}{at}, but the loss is the cross-entropy, which applies a softmax itself, so "
+                f"ends in a {operation}{at}, but the loss is the {name_of_loss}, which applies a {applied} itself, so "
                 f"that gradients become small. Leave the {operation} out"
             )
         if has_many:
             found.append(
-                f"makes {scores.shape[1]} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
+                f"makes {outputs} scores{at}, but there are {len(self.classes)} classes over all clients. Name "
                 "the classes if there are more (classes=...), or give it as many outputs as classes"
             )
         return f"{self.infos[client].title}: model {name} " + "; it ".join(found) + "." if found else ""
@@ -230,7 +245,14 @@ class Federation:
 
     def task(self, rounds: int) -> Task:
         """The learning task of a run of that many rounds."""
-        return Task(self.architectures, self.infos, len(self.classes), rounds, self.key / "init")
+        target = self.clients[0].train.y[:0]
+        key = self.key / "init"
+        return Task(self.architectures, self.infos, len(self.classes), rounds, key, self.loss, target)
+
+    def with_loss(self, loss: Any) -> Federation:
+        """The same federation with another loss; see :attr:`loss`."""
+        notes = tuple(note for note in self.notes if note not in TARGET_WARNINGS)
+        return replace(self, loss=loss, notes=notes, remarks=None)
 
     def to(self, device: str) -> Federation:
         """The same federation with data and initial parameters on a device.
@@ -330,12 +352,16 @@ class Federation:
     def _count_classes(self, part: str) -> list[list[int]]:
         """Examples of each class in a part of every client; empty lists where there are no class labels."""
         labels = [getattr(client, part).y for client in self.clients]
-        if self.clients[0].train.regression or self.clients[0].train.tokens:
+        if not self.classes or self.clients[0].train.is_dense:
             return [[] for _ in labels]
         # one count over all clients: client i's label c is the number i * classes + c
         sizes = torch.tensor([y.shape[0] for y in labels])
         offsets = torch.arange(len(labels)).mul_(len(self.classes)).repeat_interleave(sizes)
-        numbers = torch.cat([y.cpu() for y in labels]).add_(offsets)
+        numbers = torch.cat([y.cpu() for y in labels])
+        if self.loss.kind != "auto":
+            counts = numbers != self.loss.ignore_index
+            numbers, offsets = numbers[counts], offsets[counts]
+        numbers = numbers.add(offsets)
         counts = torch.bincount(numbers, minlength=len(labels) * len(self.classes))
         table: list[list[int]] = counts.reshape(len(labels), -1).tolist()
         return table
@@ -361,6 +387,7 @@ class Federation:
         seed: int = 0,
         name: str = "federation",
         augment: Augment = NO_AUGMENT,
+        loss: Any = AUTO,
     ) -> Federation:
         """Make a federation of your own data and models.
 
@@ -403,6 +430,11 @@ class Federation:
             seed: seed of all randomness.
             name: for reports.
             augment: augmentation of the training images.
+            loss: what every method minimizes and every evaluation reports: a name (``"cross_entropy"``, ``"bce"``,
+                ``"mse"``, ``"huber"``, ``"focal"``), a :class:`fedlowrank.Loss` with options, or a function
+                ``loss(scores, targets)`` that gives one number for each example. By default the cross-entropy of
+                labels, and half the squared error of real targets. For ``bce``, ``mse`` and ``huber`` numbers of
+                any type become real targets, ``[n]`` those of one output ``[n, 1]``.
 
         Raises:
             DataError: if an array does not fit; the message names the client.
@@ -412,11 +444,12 @@ class Federation:
         given, classes_given = number_words(
             read_clients(clients, Columns(client, target, features, split), key), classes
         )
+        loss = as_loss(loss).imported()
         titles = [one.title for one in given]
         models = model if isinstance(model, Mapping) else {"model": model}
         first = first_input(given[0])
         types = _input_types(models, first, key / "init")
-        data = [client_from_arrays(one, i, val, test, key, types) for i, one in enumerate(given)]
+        data = [client_from_arrays(one, i, val, test, key, types, loss) for i, one in enumerate(given)]
         choices = types.choices(first)
         example = _first_input(data[0].train)
         try:
@@ -427,15 +460,15 @@ class Federation:
             if not choices:
                 raise
             raise TaskError(f"{error} {' '.join(choices)}") from error
-        said = [types.warning(), target_warning([d.train.y for d in data])]
+        said = [types.warning(), target_warning([d.train.y for d in data]) if loss.kind == "auto" else None]
         if classes_given is None:
-            data, classes_given, note = number_labels(data, _outputs(architectures, example))
+            data, classes_given, note = number_labels(data, _outputs(architectures, example), loss)
             said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
-        names = class_names(data, classes_given, titles)
+        names = class_names(data, classes_given, titles, loss)
         notes = tuple(note for note in said if note)
         for choice in choices:
             logger.info(choice)
-        if not data[0].train.tokens:
+        if not data[0].train.is_dense and data[0].train.y.ndim < 3:
             choices += choose_heads(architectures, len(names) or data[0].train.y.shape[-1])
         if architecture is None:
             every = list(architectures)
@@ -459,7 +492,16 @@ class Federation:
             )
         ]
         made = cls(
-            data, infos, architectures, names, seed, name, notes, augment=augment, choices=tuple(choices)
+            data,
+            infos,
+            architectures,
+            names,
+            seed,
+            name,
+            notes,
+            augment=augment,
+            choices=tuple(choices),
+            loss=loss,
         )
         for note in (*notes, *(made.remarks or ())):
             warn_user(note)

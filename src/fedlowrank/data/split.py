@@ -35,7 +35,7 @@ class Pool(CheckedFields):
         if self.dataset.strata is not None:
             return _concatenate(self.dataset.strata, self.dataset.strata_test)
         labels = _concatenate(train.y, None if test is None else test.y)
-        return np.zeros((len(labels), 1)) if train.tokens else labels
+        return np.zeros((len(labels), 1)) if train.is_dense else labels
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.errors import DataError
 from ..core.key import Key
+from ..core.losses import AUTO, OF_LABELS, OF_REAL_TARGETS, Loss
 from .checks import check_finite, describe_array
 from .data_frames import frame_inputs, is_frame
 from .dataset import ClientData, Examples, Inputs
@@ -28,18 +29,27 @@ ONE_HOT_WARNING = (
 
 MULTI_HOT_WARNING = (
     "the targets are rows of zeros and ones, several classes an example, and are learnt as a regression with the "
-    "squared error: there is no loss for several classes. For one class an example give its number, whole numbers "
-    "[n]."
+    "squared error. For several classes an example set loss='bce'. For one class an example give its number, whole "
+    "numbers [n]."
 )
 
 BINARY_WARNING = (
     "the targets [n, 1] are zeros and ones, and are learnt as a regression with the squared error. For a "
-    "classification give the number of each class, y[:, 0].long(), and a model with 2 outputs."
+    "classification set loss='bce', or give the number of each class, y[:, 0].long(), and a model with 2 outputs."
 )
+
+TARGET_WARNINGS = ONE_HOT_WARNING, MULTI_HOT_WARNING, BINARY_WARNING
+"""Warnings of targets that another loss than the default fits better."""
 
 
 def client_from_arrays(
-    given: GivenClient, client: int, val: float, test: float, key: Key, types: InputTypes
+    given: GivenClient,
+    client: int,
+    val: float,
+    test: float,
+    key: Key,
+    types: InputTypes,
+    loss: Loss = AUTO,
 ) -> ClientData:
     """The data of one client.
 
@@ -50,9 +60,10 @@ def client_from_arrays(
         test: share for the test, likewise.
         key: root of all randomness.
         types: converts the inputs.
+        loss: of the task; says what the targets are.
     """
     who = given.title
-    parts = {part: examples_from_arrays(pair, who, types, part) for part, pair in given.parts.items()}
+    parts = {part: examples_from_arrays(pair, who, types, part, loss) for part, pair in given.parts.items()}
     if "train" in parts:
         empty = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
         parts = {"val": empty, "test": empty, **parts}
@@ -70,18 +81,19 @@ def client_from_arrays(
 
 
 def examples_from_arrays(
-    pair: tuple[Any, Any], who: str, types: InputTypes | None = None, part: str = ""
+    pair: tuple[Any, Any], who: str, types: InputTypes | None = None, part: str = "", loss: Loss = AUTO
 ) -> Examples:
     """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
     These are tensors, numpy arrays, data frames or lists of numbers. :func:`class_names` checks the range of
-    the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up.
+    the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up. The loss
+    says whether whole numbers are labels or real targets.
     """
     types = InputTypes() if types is None else types
     where = who + (f" ({part})" if part else "")
     x, y = pair
     try:
-        targets = _targets(to_tensor(y, "the targets"), isinstance(x, Mapping))
+        targets = _targets(to_tensor(y, "the targets"), isinstance(x, Mapping), loss)
         if isinstance(x, Mapping):
             named = {name: input_tensor(a, f"input {name!r}") for name, a in x.items()}
             inputs: Inputs = {name: types.convert(t, where, name) for name, t in named.items()}
@@ -151,9 +163,14 @@ def input_tensor(array: Any, what: str) -> Tensor:
 
 
 def class_names(
-    clients: Sequence[ClientData], classes: Sequence[str] | int | None, titles: Sequence[str]
+    clients: Sequence[ClientData],
+    classes: Sequence[str] | int | None,
+    titles: Sequence[str],
+    loss: Loss = AUTO,
 ) -> tuple[str, ...]:
-    """Names of the classes: the given ones, or the numbers up to the largest label; none for a regression.
+    """Names of the classes: the given ones, or the numbers up to the largest label; none for real targets.
+
+    Neither are there any where the loss is that of next tokens.
 
     ``titles`` are those of the clients, for messages.
 
@@ -170,14 +187,28 @@ def class_names(
         if classes:
             raise DataError(
                 f"{titles[0]} has real targets, a regression, which has no classes; leave them out. For a "
-                "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1)."
+                "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1). Several labels an example "
+                "(loss='bce') are counted by the columns of the targets."
             )
         return ()
+    if loss.kind == "next_token":
+        return ()
+    first = clients[0].train
+    if loss.kind == "auto" and first.tokens:
+        raise DataError(
+            f"{titles[0]} has a label for each token, {describe_array(first.y)}. Set loss='cross_entropy' for the class "
+            "of each token, or loss='next_token' for a language model, whose labels are the tokens themselves."
+        )
     numbers = class_labels(clients)
+    if first.is_dense or loss.kind in ("cross_entropy", "focal"):
+        numbers = numbers[numbers != loss.ignore_index]
+        if not len(numbers):
+            raise DataError(
+                f"no label counts: all are {loss.ignore_index}, which loss.ignore_index leaves out"
+            )
     count = int(numbers.max()) + 1
-    # token labels are -100 where the loss does not count
     if int(numbers.min()) < 0:
-        _reject_negative_labels(clients, titles)
+        _reject_negative_labels(clients, titles, loss)
     if classes is None:
         classes = count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
@@ -197,14 +228,18 @@ def class_labels(clients: Sequence[ClientData]) -> Tensor:
     return torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
 
 
-def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]) -> None:
+def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str], loss: Loss) -> None:
     """Name the first client with a negative class label, if there is one."""
     for title, data in zip(titles, clients, strict=True):
         for examples in (data.train, data.val, data.test):
-            if not examples.regression and not examples.tokens and (examples.y < 0).any():
+            if examples.regression:
+                continue
+            leaves_out = loss.kind != "auto" or examples.is_dense
+            y = examples.y[examples.y != loss.ignore_index] if leaves_out else examples.y
+            if (y < 0).any():
                 raise DataError(
-                    f"{title}: label {int(examples.y.min())} is negative. Leave out examples without a label; of "
-                    "the labels -1 and 1 give y > 0"
+                    f"{title}: label {int(y.min())} is negative. Leave out examples without a label, or set "
+                    "loss.ignore_index; of the labels -1 and 1 give y > 0"
                 )
 
 
@@ -251,10 +286,13 @@ def target_hint(y: Tensor) -> str:
     return ""
 
 
-def _targets(y: Tensor, has_named_inputs: bool) -> Tensor:
+def _targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
     """Targets in the type of `Examples.y`."""
     is_real = y.is_floating_point()
-    if is_real and y.ndim == 2:
+    if loss.kind in OF_REAL_TARGETS and (is_real or loss.kind not in OF_LABELS):
+        # numbers of one output
+        return _to(y if y.ndim != 1 else y[:, None], torch.float32)
+    if is_real and y.ndim >= 2:
         return _to(y, torch.float32)
     # token labels [n, T] come with named inputs
     if is_real or (y.ndim == 2 and not has_named_inputs and target_hint(y)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DataError, did_you_mean
+from ..core.losses import Loss
 from .dataset import ClientData, Examples
 from .user_arrays import class_labels
 from .user_clients import GivenClient
@@ -62,13 +63,14 @@ def number_words(
 
 
 def number_labels(
-    data: Sequence[ClientData], outputs: int
+    data: Sequence[ClientData], outputs: int, loss: Loss
 ) -> tuple[list[ClientData], tuple[str, ...] | None, str | None]:
     """Number whole labels from 0 on, in their order, if a label is no place among the scores of the models.
 
     Args:
         data: of all clients.
         outputs: number of scores that the models make.
+        loss: of the task; labels of which some do not count stay as they are.
 
     Returns:
         The data; the classes, which are the labels as text, and what to tell the user; None for both where
@@ -77,7 +79,8 @@ def number_labels(
     if any(e.regression or e.y.ndim != 1 for c in data for e in (c.train, c.val, c.test)):
         return list(data), None, None
     values = class_labels(data).unique()
-    if int(values[0]) < 0 or int(values[-1]) < outputs:
+    leaves_out = loss.kind in ("cross_entropy", "focal") and bool((values == loss.ignore_index).any())
+    if int(values[0]) < 0 or int(values[-1]) < outputs or leaves_out:
         return list(data), None, None
 
     def number(examples: Examples) -> Examples:

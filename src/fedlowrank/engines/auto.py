@@ -39,7 +39,7 @@ def choose(
     device = federation.clients[0].train.y.device.type
     if not all(model.is_standard for model in models):
         return Sequential, "a model has layers of its own or hooks"
-    ours = type(method).__module__.startswith("fedlowrank.")
+    ours = not federation.loss.is_own and type(method).__module__.startswith("fedlowrank.")
     dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
     parallel = device == "cpu" and cores() > 1 and clients > 1 and can_fork()
     most = SMALL if parallel else MEDIUM

@@ -102,7 +102,8 @@ class Engine(ABC):
         key = client_key(federation, client.id, round)
         own = federation.clients[client.id]
         passes, by_length = method.local_passes(), federation.by_length
-        data = LocalData(client, own.train, passes, key, federation.augment, own.quarter_turns, by_length)
+        augment, turns, loss = federation.augment, own.quarter_turns, federation.loss
+        data = LocalData(client, own.train, passes, key, augment, turns, by_length, loss)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
         return LocalTrainer(mine, others, data, round, self.ledger, self.micro_batch)

@@ -7,10 +7,11 @@ therefore free.
 
 Requests are equal if their functions have the same code *and the same captured values*, so a loss that
 captures what differs between clients is executed client by client: slower, never wrong. So are losses that
-are not this package's own, modules with layers that are not standard (:mod:`fedlowrank.models.standard`),
-which might draw random numbers or count their calls, modules with batch normalization, which padding would
-disturb, and functions with an operation that has no rule (:mod:`fedlowrank.training.stacked`), of which the
-log tells. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
+are not this package's own (of a method or of the task), modules with layers that are not standard
+(:mod:`fedlowrank.models.standard`), which might draw random numbers or count their calls, modules with batch
+normalization, which padding would disturb, and functions with an operation that has no rule
+(:mod:`fedlowrank.training.stacked`), of which the log tells. Uneven data is padded and masked; a client with
+fewer steps stops while the others go on.
 """
 
 from __future__ import annotations
@@ -165,6 +166,8 @@ class Vectorized(Engine):
             group = [clients[i] for i in members]
             local = group[0].local
             if local.model.couples or not local.is_standard(_request(group[0])):
+                if local.data.loss.is_own:
+                    self._log(method.title, group[0], f"the loss {local.data.loss.kind} is code of your own")
                 found = [_alone(c) for c in group]
             else:
                 found = []
@@ -221,13 +224,17 @@ class Vectorized(Engine):
             found = train_cohort([c.local for c in clients], requests, round, self._pool, compare=not known)
         except UnsupportedError as reason:
             self._supported[functions] = False
-            message = f"{title} trains one client after another in {request.name!r}: {reason}"
-            if message not in self._logged:
-                self._logged.add(message)
-                logger.info("engine vectorized: %s", message)
+            self._log(title, clients[0], reason)
             return None
         self._supported[functions] = True
         return found
+
+    def _log(self, title: str, client: _Client, reason: object) -> None:
+        """Say once why clients are not batched."""
+        message = f"{title} trains one client after another in {_request(client).name!r}: {reason}"
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.info("engine vectorized: %s", message)
 
 
 def _alone(client: _Client) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Each
-from ..core.loss import cross_entropy, soft_cross_entropy
+from ..core.loss import soft_cross_entropy, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree, widen
 
@@ -101,7 +101,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
         def loss(theta: Params, batch: Batch, targets: Targets) -> Tensor:
             scores = model.apply(theta, batch.x)
             soft = soft_cross_entropy(scores, targets.mean[batch.y])
-            return cross_entropy(scores, batch) + gamma * batch.mean(soft * targets.known[batch.y])
+            return task_loss(scores, batch) + gamma * batch.mean(soft * targets.known[batch.y])
 
         def by_label(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
             which = eye[batch.y]

@@ -24,8 +24,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..core.client_model import ClientModel
+from ..core.loss import mean_loss
+from ..core.losses import class_axis
 from ..core.method import Batch, ClientView, Method, ServerView, Task
 from ..core.model import Model
 from ..core.tree import Params
@@ -45,6 +48,13 @@ def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
         return batch.total(shares_of_examples(model, models, pi, batch))
 
     return view.total(counted, models, constants=(pi,)) / view.info.examples
+
+
+def _is_regression(task: Task, outputs: Tensor) -> bool:
+    """Whether the outputs ``[C, b, ...]`` are real numbers; texts have scores ``[C, b, T, V]`` and no classes."""
+    if task.target is not None:
+        return task.target.is_floating_point()
+    return task.classes == 0 and outputs.ndim == 3
 
 
 def _even_shares(models: Params) -> Tensor:
@@ -83,7 +93,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
         def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
             q = shares_of_examples(model, received, pi, batch)
-            return batch.mean((q * losses_of(model, models, batch)).sum(-1))
+            return mean_loss((q * losses_of(model, models, batch)).sum(-1), batch)
 
         return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, constants=(down, pi))
 
@@ -95,15 +105,20 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
         """The mixture; for export the component with the largest share, which is not the mixture."""
         pi = self._shares(state, down, view)
-        model, regression = view.model, view.task.classes == 0
+        model, task = view.model, view.task
         components = [{n: t[c] for n, t in down.items()} for c in range(len(pi))]
 
         def predict(x: Any) -> Tensor:
             outputs = torch.stack([model.apply(component, x) for component in components])
-            # texts have scores for every token [C, b, T, V], and no classes either
-            if regression and outputs.ndim == 3:
-                return pi.to(outputs) @ outputs.movedim(0, 1)
-            return (outputs.log_softmax(-1) + pi.log().reshape(-1, *[1] * (outputs.ndim - 1))).logsumexp(0)
+            shares = pi.to(outputs).log().reshape(-1, *[1] * (outputs.ndim - 1))
+            if task.target is not None and task.loss.is_binary(task.target):
+                # log-odds of the mixture of probabilities
+                yes, no = ((functional.logsigmoid(z) + shares).logsumexp(0) for z in (outputs, -outputs))
+                return yes - no
+            if _is_regression(task, outputs):
+                return (pi.to(outputs) @ outputs.flatten(2).movedim(0, 1)).reshape(outputs.shape[1:])
+            axis = class_axis(outputs[0]) + 1
+            return (outputs.log_softmax(axis) + shares).logsumexp(0)
 
         return ClientModel(lambda: components[int(pi.argmax())], {"personal": predict}, routes=pi)
 

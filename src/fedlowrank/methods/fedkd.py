@@ -34,7 +34,7 @@ from torch import Tensor
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.errors import ConfigError
-from ..core.loss import cross_entropy, kl_divergence, square_error
+from ..core.loss import kl_divergence, square_error, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
 from ..core.tree import Params, add, nbytes, sub, tree
 from ..linalg.factored import CompressedUpdate, Factored, compress_update, decompress_update
@@ -127,7 +127,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         def loss(now: Models, batch: Batch) -> Tensor:
             h_t, h_s = big.represent(now.mentor, batch.x), small.represent(now.mentee, batch.x)
             t, s = big.head(now.mentor, h_t), small.head(now.mentee, h_s)
-            ce_t, ce_s = cross_entropy(t, batch), cross_entropy(s, batch)
+            ce_t, ce_s = task_loss(t, batch), task_loss(s, batch)
             # models may hold tensors of several types
             projected = h_s.to(now.projection.dtype) @ now.projection.mT
             mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..core.client_model import ClientModel
 from ..core.contribution import Sum
 from ..core.errors import TaskError
-from ..core.loss import cross_entropy
+from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree, widen
 
@@ -98,7 +98,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         def loss(theta: Params, batch: Batch, protos: Prototypes) -> Tensor:
             r = model.represent(theta, batch.x)
             away = (r - protos.mean[batch.y]).square().mean(-1) * protos.known[batch.y]
-            return cross_entropy(model.head(theta, r), batch) + lam * batch.mean(away)
+            return task_loss(model.head(theta, r), batch) + lam * batch.mean(away)
 
         def by_class(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
             r, which = model.represent(theta, batch.x), eye[batch.y]

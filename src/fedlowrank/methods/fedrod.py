@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from ..core.client_model import ClientModel
 from ..core.errors import TaskError
-from ..core.loss import cross_entropy
+from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, add, map, numel, tree, wide_type, zeros_like
 
@@ -64,6 +64,11 @@ class FedRoD(Method[Params, Params, Params, Params]):
 
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""
+        if task.loss.label_smoothing:
+            raise TaskError(
+                f"{self.title} gives a class that a client lacks the score -∞, and label smoothing asks for a part of "
+                "every class. Leave loss.label_smoothing out, or choose another method"
+            )
         model = task.common_model(self.title)
         layers = model.head_layers()
         head = list(model.module.get_submodule(str(model.head_name)).parameters())
@@ -90,8 +95,8 @@ class FedRoD(Method[Params, Params, Params, Params]):
         def loss(now: Joint, batch: Batch, offset: Tensor) -> Tensor:
             z = model.represent(now.model, batch.x)
             fixed = map(Tensor.detach, model.head_of(now.model))
-            generic = cross_entropy(model.head(now.model, z) + offset, batch)
-            return generic + cross_entropy(model.head(add(fixed, now.own), z.detach()), batch)
+            generic = task_loss(model.head(now.model, z) + offset, batch)
+            return generic + task_loss(model.head(add(fixed, now.own), z.detach()), batch)
 
         counts, like = view.total(by_class, down), next(iter(down.values()))
         # the power before the logarithm: 0^0 = 1, whereas 0 log 0 is NaN

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.loss import cross_entropy, kl_divergence
+from ..core.loss import kl_divergence, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 
@@ -73,8 +73,8 @@ class FML(Method[Params, Params, Params, Params]):
 
         def loss(both: MutualModels, batch: Batch) -> Tensor:
             p, m = model.apply(both.private, batch.x), small.apply(both.meme, batch.x)
-            private = alpha * cross_entropy(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
-            meme = beta * cross_entropy(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
+            private = alpha * task_loss(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
+            meme = beta * task_loss(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
             return private + meme
 
         end = view.train(loss, MutualModels(state, down), "local", self.optimizer)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.loss import task_loss
+from ..core.loss import sum_losses, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, map, tree
 from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
@@ -42,7 +42,7 @@ def nearest(down: Params, view: ClientView) -> int:
     model = view.model
 
     def lost(models: Params, batch: Batch) -> Tensor:
-        return batch.total(losses_of(model, models, batch))
+        return sum_losses(losses_of(model, models, batch), batch)[0]
 
     return int(view.total(lost, down).argmin())
 

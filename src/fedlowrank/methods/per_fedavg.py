@@ -52,7 +52,7 @@ def half(batch: Batch, which: Literal[0, 1]) -> Batch:
     at = (first + torch.minimum(rows, count - 1)).flatten()
     mask = None if batch.mask is None else (rows < count.clamp(min=2)).flatten()
     x = {n: t[at] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[at]
-    return Batch(x, batch.y[at], mask, clients=batch.clients)
+    return Batch(x, batch.y[at], mask, clients=batch.clients, loss=batch.loss)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,17 @@ def compare_layers(stored: Mapping[str, str], now: Mapping[str, str], limit: int
     return [*found[:limit], *([f"and {more} more layers differ"] if more > 0 else [])]
 
 
+def describe_callable(function: Any) -> str:
+    """Describe a function of the user's own by its name and a digest of its code and of what it captured."""
+    if isinstance(function, nn.Module):
+        tensors = {**dict(function.named_parameters()), **dict(function.named_buffers())}
+        return f"{describe_layers(function)} {digest_frozen(function, tensors)}"
+    if isinstance(function, FunctionType | MethodType | functools.partial):
+        return _describe(function, ())
+    own = [c for c in type(function).__mro__ if not _is_installed(c.__module__)]
+    return f"{type(function).__name__} {_digest([_describe(vars(function), ()), *_describe_code(own)])}"
+
+
 def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
     """Digest of the values that a model takes from its module, which no checkpoint holds.
 

@@ -139,10 +139,10 @@ class FunctionalModule:
                 layer.__dict__[flag] = value
         if self._skipped is not None:
             table = self._skipped.__dict__
-            without_hooks = {hooks: OrderedDict[Any, Any]() for hooks in HOOKS}
-            for name, value in {"forward": _pass_on, **without_hooks}.items():
+            exchanged: dict[str, Any] = {"forward": _pass_on, **{hooks: OrderedDict() for hooks in HOOKS}}
+            for name, own in exchanged.items():
                 saved.append((table, name, table.get(name, ABSENT)))
-                table[name] = value
+                table[name] = own
         self._stateless.install(params, saved)
 
     def neutral(self) -> Params:

@@ -229,8 +229,9 @@ class ClientRuntime:
             before_last = max(order.round - 1, 0)
             here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
             if order.evaluate and not self.is_private:
-                metrics = choose_metrics(self.made.run.metrics, self.data.train, task.classes)
-                reply = dataclasses.replace(reply, evaluation=evaluate_client(here, self.data, metrics))
+                metrics = choose_metrics(self.made.run.metrics, self.data.train, task.classes, task.loss)
+                found = evaluate_client(here, self.data, metrics, task.loss)
+                reply = dataclasses.replace(reply, evaluation=found)
             if order.last:
                 self._write_model(memory.folder / "model", here, order.round)
         if not order.train:

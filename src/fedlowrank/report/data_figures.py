@@ -62,6 +62,9 @@ def _load_representations(run: RunRecord) -> Stored | None:
     tensors = run.representations()
     if tensors is None or not {"x", "label", "client"} <= tensors.keys():
         return None
+    if tensors["label"].ndim > 1:
+        # real targets are no classes that could have colors
+        return None
     x = tensors["x"].double().flatten(1).numpy()
     usable = np.isfinite(x).all(axis=1)
     label, client = tensors["label"].long().numpy(), tensors["client"].long().numpy()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.losses import AUTO, Loss
 from ..core.user_code import import_named
 from ..data.dataset import Examples
 
@@ -46,18 +47,22 @@ class Metric:
 
     Attributes:
         about: what it is.
-        compute: from scores, float64 ``[n, classes]``, and labels, int64 ``[n]``; of a regression from
-            outputs and targets ``[n, d]``. n is at least 1. None where the metric is not defined.
+        compute: from scores, float64 ``[n, classes]``, and labels, int64 ``[n]``, of examples or of pixels and
+            tokens that count; of a regression from outputs and targets ``[n, d]``. n is at least 1. None where
+            the metric is not defined.
         task: what it needs; ``any`` for a function of the user's own.
         bounds: its least and its largest value.
         above: number of classes that it needs more than.
+        of_labels: the same from scores and targets ``[n, classes]`` of zeros and ones, where every class of an
+            example is present or absent; None where there is no such metric.
     """
 
     about: str
     compute: Callable[[Floats, Labels], float | None]
-    task: Literal["classes", "regression", "any"] = "classes"
+    task: Literal["classes", "regression", "labels", "any"] = "classes"
     bounds: tuple[float, float] = (0.0, 1.0)
     above: int = 0
+    of_labels: Callable[[Floats, Labels], float | None] | None = None
 
 
 def _f1(average: Literal["macro", "weighted"], scores: Floats, labels: Labels) -> float:
@@ -66,6 +71,54 @@ def _f1(average: Literal["macro", "weighted"], scores: Floats, labels: Labels) -
     known = labeled + predicted > 0
     f1 = 2 * hits[known] / (labeled + predicted)[known]
     return float(np.average(f1, weights=labeled[known] if average == "weighted" else None))
+
+
+def _micro_f1(scores: Floats, labels: Labels) -> float:
+    """Of one label an example it is the accuracy."""
+    return float((scores.argmax(1) == labels).mean())
+
+
+def _intersection_over_union(scores: Floats, labels: Labels) -> float:
+    """Mean over the classes that are a label or a prediction: hits / (labeled + predicted - hits)."""
+    hits, labeled, predicted = _counts(scores, labels)
+    known = labeled + predicted > 0
+    return float((hits[known] / (labeled + predicted - hits)[known]).mean())
+
+
+def _count_labels(scores: Floats, targets: Labels) -> tuple[Labels, Labels, Labels]:
+    """Of each class how often it is rightly present, present, and predicted to be present."""
+    is_present, is_predicted = targets > 0.5, scores > 0
+    return (is_present & is_predicted).sum(0), is_present.sum(0), is_predicted.sum(0)
+
+
+def _f1_of_labels(average: Literal["macro", "weighted"], scores: Floats, targets: Labels) -> float | None:
+    hits, present, predicted = _count_labels(scores, targets)
+    # scikit-learn sets the F1 score of a class that is never present nor predicted to 0
+    f1 = 2 * hits / np.maximum(present + predicted, 1)
+    if average == "weighted":
+        return float(np.average(f1, weights=present)) if present.any() else None
+    return float(f1.mean())
+
+
+def _micro_f1_of_labels(scores: Floats, targets: Labels) -> float | None:
+    hits, present, predicted = (int(n.sum()) for n in _count_labels(scores, targets))
+    return 2 * hits / (present + predicted) if present + predicted else None
+
+
+def _intersection_of_labels(scores: Floats, targets: Labels) -> float | None:
+    hits, present, predicted = _count_labels(scores, targets)
+    union = present + predicted - hits
+    return float((hits[union > 0] / union[union > 0]).mean()) if union.any() else None
+
+
+def _mean_of_labels(
+    of: Callable[[NDArray[np.bool_], Floats], float], scores: Floats, targets: Labels
+) -> float | None:
+    """Mean of a metric of each class; None where a class is present in all examples or in none."""
+    is_present = targets > 0.5
+    if is_present.all(0).any() or not is_present.any(0).all():
+        return None
+    return float(np.mean([of(is_present[:, c], scores[:, c]) for c in range(scores.shape[1])]))
 
 
 def _balanced_accuracy(scores: Floats, labels: Labels) -> float:
@@ -173,16 +226,30 @@ def _determination(outputs: Floats, targets: Labels) -> float | None:
 
 
 METRICS: Mapping[str, Metric] = {
-    "macro_f1": Metric("F1 score, mean over classes", partial(_f1, "macro")),
-    "weighted_f1": Metric("F1 score, mean over classes weighted by examples", partial(_f1, "weighted")),
+    "macro_f1": Metric(
+        "F1 score, mean over classes", partial(_f1, "macro"), of_labels=partial(_f1_of_labels, "macro")
+    ),
+    "weighted_f1": Metric(
+        "F1 score, mean over classes weighted by examples",
+        partial(_f1, "weighted"),
+        of_labels=partial(_f1_of_labels, "weighted"),
+    ),
+    "micro_f1": Metric("F1 score over all classes at once", _micro_f1, of_labels=_micro_f1_of_labels),
+    "mean_iou": Metric(
+        "intersection over union (Jaccard), mean over the classes present or predicted",
+        _intersection_over_union,
+        of_labels=_intersection_of_labels,
+    ),
     "balanced_accuracy": Metric("recall, mean over the classes present", _balanced_accuracy),
     "auroc": Metric(
         "area under the ROC curve, one versus rest, mean over the classes present",
         partial(_one_versus_rest, _area_under_roc),
+        of_labels=partial(_mean_of_labels, _area_under_roc),
     ),
     "average_precision": Metric(
         "average precision, one versus rest, mean over the classes present",
         partial(_one_versus_rest, _average_precision),
+        of_labels=partial(_mean_of_labels, _average_precision),
     ),
     "top3": Metric(
         "share of examples whose class has one of the 3 highest scores", partial(_top, 3), above=3
@@ -200,6 +267,12 @@ METRICS: Mapping[str, Metric] = {
     ),
 }
 """Metrics by name."""
+
+_OF_LABELS = {
+    name: replace(metric, task="labels", compute=metric.of_labels)
+    for name, metric in METRICS.items()
+    if metric.of_labels is not None
+}
 
 
 def check_names(given: Any) -> tuple[str, ...]:
@@ -230,18 +303,21 @@ def check_names(given: Any) -> tuple[str, ...]:
     return names
 
 
-def choose_metrics(names: Sequence[str], examples: Examples, classes: int) -> dict[str, Metric]:
+def choose_metrics(
+    names: Sequence[str], examples: Examples, classes: int, loss: Loss = AUTO
+) -> dict[str, Metric]:
     """The metrics of those names, for a task.
 
     Args:
         names: of :data:`METRICS`, or ``module:function``.
         examples: of any client, for the form of its labels.
         classes: number of classes; 0 for a regression.
+        loss: of the task, which says whether real targets are several labels an example.
 
     Raises:
         ConfigError: if a metric does not fit the task, or its function cannot be imported.
     """
-    if names and examples.tokens:
+    if names and loss.predicts_tokens(examples.y):
         raise ConfigError(
             "run.metrics needs one label for each example, and language models have one for each token; "
             "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
@@ -249,9 +325,14 @@ def choose_metrics(names: Sequence[str], examples: Examples, classes: int) -> di
         )
     chosen = {name: METRICS[name] if name in METRICS else _own_metric(name) for name in names}
     task = "regression" if examples.regression else "classes"
+    if loss.is_binary(examples.y):
+        task = "labels"
+        chosen = {name: _OF_LABELS.get(name, metric) for name, metric in chosen.items()}
     for name, metric in chosen.items():
         if metric.task not in (task, "any"):
-            known = ", ".join(n for n, m in METRICS.items() if m.task == task)
+            known = ", ".join(
+                _OF_LABELS if task == "labels" else [n for n, m in METRICS.items() if m.task == task]
+            )
             raise ConfigError(
                 f"run.metrics: {name} is a metric of {_TASKS[metric.task]}, and these data are "
                 f"{_TASKS[task]}; choose among {known}"
@@ -264,7 +345,11 @@ def choose_metrics(names: Sequence[str], examples: Examples, classes: int) -> di
     return chosen
 
 
-_TASKS = {"classes": "a classification", "regression": "a regression"}
+_TASKS = {
+    "classes": "a classification",
+    "regression": "a regression",
+    "labels": "a classification with several labels an example",
+}
 
 
 def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float | None:
@@ -280,6 +365,11 @@ def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float 
     """
     if not len(labels):
         return None
+    if metric.task == "classes" and (scores.ndim != 2 or labels.ndim != 1):
+        raise ConfigError(
+            f"run.metrics: {name} needs a score of each class for each label, not scores {[*scores.shape]} beside labels "
+            f"{[*labels.shape]}; name a function of your own, or leave it out"
+        )
     if metric.task != "any":
         highest = scores.max(1) if metric.task == "classes" else scores
         is_number = (scores < math.inf).all() and np.isfinite(highest).all()

@@ -15,6 +15,7 @@ import torch
 
 from ..core.errors import naming
 from ..core.key import generator_states
+from ..core.losses import AUTO, Loss
 from ..core.method import ClientInfo, Task
 from ..data.dataset import ClientData
 from ..data.federation import Federation
@@ -216,7 +217,8 @@ class Evaluator:
                     client = model if len(places) == 1 else model_of(infos[place])
                     data = self.federation.clients[infos[place].id]
                     with naming(f"{infos[place].title}, whose examples are evaluated as one batch"):
-                        parts.append(([place], as_table(evaluate_client(client, data, self.metrics))))
+                        found = evaluate_client(client, data, self.metrics, self.federation.loss)
+                        parts.append(([place], as_table(found)))
         return scatter(parts, len(infos))
 
     def _score_together(self, models: Models) -> dict[str, Scores] | None:
@@ -249,7 +251,7 @@ class Evaluator:
         place = next(k for k, (_, i) in enumerate(clients) if self._examples[i])
         first, i = clients[place]
         data = self.federation.clients[i]
-        alone = ScoringPool([getattr(data, split) for split in SPLITS])
+        alone = ScoringPool([getattr(data, split) for split in SPLITS], loss=self.federation.loss)
         own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
         is_equal = True
         with first.key.global_generators(data.train.y.device):
@@ -272,16 +274,21 @@ class Evaluator:
         pool = self._former_pools.pop(key, None)
         if pool is None:
             data = [self.federation.clients[i] for i in clients]
-            pool = concatenate([getattr(own, split) for own in data for split in SPLITS])
+            pool = concatenate(
+                [getattr(own, split) for own in data for split in SPLITS], self.federation.loss
+            )
         if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= CACHE:
             self._pools[key] = pool
         return pool
 
 
 def evaluate_client(
-    client: LocalModel, data: ClientData, metrics: Mapping[str, Metric] | None = None
+    client: LocalModel,
+    data: ClientData,
+    metrics: Mapping[str, Metric] | None = None,
+    loss: Loss = AUTO,
 ) -> ClientEvaluation:
-    """What one client's models are worth on its own examples, with further metrics by name."""
+    """What one client's models are worth on its own examples by the loss of the task, with further metrics by name."""
     device = data.train.y.device
     # a layer that is not standard may draw random numbers in evaluation, too
     draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
@@ -289,7 +296,7 @@ def evaluate_client(
     risk: dict[str, dict[str, float | None]] = {}
     further: dict[str, dict[str, dict[str, float | None]]] = {name: {} for name in metrics or ()}
     with torch.inference_mode(), draws:
-        predictors, pool = client.predictors, pool_of(client.model, [getattr(data, s) for s in SPLITS])
+        predictors, pool = client.predictors, pool_of(client.model, [getattr(data, s) for s in SPLITS], loss)
         for name, predict in predictors.items():
             scores = measure(predict, pool, metrics)
             accuracy[name] = dict(zip(SPLITS, scores.accuracy, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.client_model import Predictor
 from ..core.errors import ConfigError, DataError, did_you_mean
+from ..core.losses import Loss
 from ..data.checks import describe_array
 from ..data.dataset import Examples, Inputs
 from ..data.input_types import convert_inputs, convert_named_input
@@ -67,11 +68,19 @@ def predictions(
         numbers of classes), correct, and probability, which the model gives to its prediction; ``client_name``
         where clients have names, ``label_name`` and ``prediction_name`` where classes have. Of a
         regression: target, prediction and error, their difference; of several targets ``target_0``,
-        ``prediction_0``, ``error_0``, ...
+        ``prediction_0``, ``error_0``, ... Of several labels an example: for each class ``label_0``,
+        ``prediction_0`` (1 if present) and ``probability_0`` of its presence, ..., and correct if all are right.
 
     Raises:
-        ConfigError: if there is no such client, split or series, or the run is of a language model.
+        ConfigError: if there is no such client, split or series, the run is of a language model, or has a label for
+            each pixel or token.
     """
+    first = run.federation.clients[0].train
+    if first.is_dense or first.y.ndim > 2:
+        raise ConfigError(
+            "predictions are a table with one row an example, and these data have a label or target for each pixel or "
+            "token; predict(client) gives the scores"
+        )
     if split not in PARTS:
         raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, PARTS)}")
     tables, infos, classes = [], run.federation.infos, run.federation.classes
@@ -82,7 +91,7 @@ def predictions(
         columns: dict[str, Any] = {"client": np.full(len(examples), i), "example": np.arange(len(examples))}
         if infos[i].name:
             columns["client_name"] = np.full(len(examples), infos[i].name)
-        columns |= _outcomes(scores, examples)
+        columns |= _outcomes(scores, examples, run.federation.loss)
         if has_names and "label" in columns:
             columns |= {f"{name}_name": _names(classes, columns[name]) for name in ("label", "prediction")}
         tables.append(pd.DataFrame(columns))
@@ -128,8 +137,9 @@ def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Te
     with torch.inference_mode(), _random_numbers(made, examples):
         predict = _predictor(run, made, series)
         if not len(examples):
-            return torch.zeros(0, len(run.federation.classes) or examples.y.shape[1])
-        return all_scores(predict, pool_of(made.model, [examples])).cpu().clone()
+            shape = examples.y.shape[1:] if examples.regression else [len(run.federation.classes)]
+            return torch.zeros(0, *shape)
+        return all_scores(predict, pool_of(made.model, [examples], run.federation.loss)).cpu().clone()
 
 
 def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:
@@ -180,9 +190,11 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
     return Examples(x, torch.zeros(count, *own.y.shape[1:], dtype=own.y.dtype, device=device))
 
 
-def _outcomes(scores: Tensor, examples: Examples) -> dict[str, Any]:
+def _outcomes(scores: Tensor, examples: Examples, loss: Loss) -> dict[str, Any]:
     """Columns of :func:`predictions`, given the scores of some examples."""
     labels = examples.y.cpu().numpy()
+    if loss.is_binary(examples.y):
+        return _presences(scores, labels)
     if examples.regression:
         return _errors(scores.double().numpy(), labels.astype(np.float64))
     chosen = scores.argmax(-1).numpy()
@@ -201,11 +213,26 @@ def _names(classes: Sequence[str], numbers: Any) -> list[str]:
     return [classes[c] if c < len(classes) else str(c) for c in numbers]
 
 
-def _errors(outputs: Any, targets: Any) -> dict[str, Any]:
-    width = targets.shape[1]
-    ends: Sequence[str] = [""] if width == 1 else [f"_{k}" for k in range(width)]
+def _presences(scores: Tensor, targets: Any) -> dict[str, Any]:
+    """Whether each class is present in each example, and predicted to be."""
+    found, probability = (scores > 0).numpy(), torch.sigmoid(scores.double()).numpy()
     columns: dict[str, Any] = {}
-    for k, end in enumerate(ends):
+    for k, end in enumerate(_column_ends(targets)):
+        columns[f"label{end}"], columns[f"prediction{end}"] = targets[:, k], found[:, k].astype(int)
+        columns[f"probability{end}"] = probability[:, k]
+    is_number = ~np.isnan(probability).any(axis=1)
+    return {**columns, "correct": (found == (targets > 0.5)).all(axis=1) & is_number}
+
+
+def _column_ends(targets: Any) -> Sequence[str]:
+    """What the names of columns of each target end in."""
+    width = targets.shape[1]
+    return [""] if width == 1 else [f"_{k}" for k in range(width)]
+
+
+def _errors(outputs: Any, targets: Any) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for k, end in enumerate(_column_ends(targets)):
         columns[f"target{end}"], columns[f"prediction{end}"] = targets[:, k], outputs[:, k]
         columns[f"error{end}"] = outputs[:, k] - targets[:, k]
     return columns

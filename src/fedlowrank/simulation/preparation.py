@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError, TaskError
 from ..core.method import ClientInfo, Method
 from ..data.federation import Federation
 from ..models.coupling import why_not_in_parts
@@ -57,6 +57,28 @@ def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Fede
     if attack.kind == "none":
         return hostile, federation
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
+
+
+def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) -> None:
+    """Raise TaskError if a method needs one class label for each example, and the data have none."""
+    if not method.needs_classes:
+        return
+    if not federation.classes:
+        raise TaskError(
+            f"{method.title} works on classes and cannot learn a task without them; choose another method"
+        )
+    if federation.clients[0].train.is_dense:
+        raise TaskError(
+            f"{method.title} works on one class for each example, and these data have labels of pixels or tokens; "
+            "choose another method"
+        )
+    for i, client in enumerate(federation.clients if federation.loss.kind != "auto" else ()):
+        if (client.train.y == federation.loss.ignore_index).any():
+            raise TaskError(
+                f"{method.title} works on the class of each example, and client {i} has examples with the label "
+                f"{federation.loss.ignore_index}, which loss.ignore_index leaves out. Drop these examples, or choose "
+                "another method"
+            )
 
 
 def check_parts(method: Method[Any, Any, Any, Any], federation: Federation, micro_batch: int | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.errors import ConfigError, TaskError
+from ..core.errors import ConfigError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -30,7 +30,7 @@ from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
 from .plan import Plan
-from .preparation import attacked, check_parts, counted, placed, usual_examples
+from .preparation import attacked, check_classes, check_parts, counted, placed, usual_examples
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
@@ -107,10 +107,7 @@ class Run:
         check_parts(method, self.federation, settings.micro_batch)
         engine.micro_batch = settings.micro_batch
         self.task = self.federation.task(settings.rounds)
-        if method.needs_classes and self.task.classes == 0:
-            raise TaskError(
-                f"{method.title} works on classes and cannot learn a task without them; choose another method"
-            )
+        check_classes(method, self.federation)
         secret = self.is_deployed and settings.privacy.kind != "none"
         self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
         if not self.is_deployed:
@@ -138,7 +135,7 @@ class Run:
                 f"{count} clients are drawn; raise run.participation or lower robust.hostile"
             )
         form = self.federation.clients[0].train
-        metrics = choose_metrics(settings.metrics, form, self.task.classes)
+        metrics = choose_metrics(settings.metrics, form, self.task.classes, self.task.loss)
         self.evaluator = Evaluator(self.method, self.federation, self.task, engine, metrics)
         self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()

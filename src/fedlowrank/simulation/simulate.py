@@ -12,11 +12,13 @@ import torch
 
 from ..core.errors import CheckpointError, ConfigError, did_you_mean
 from ..core.field_checks import check_arguments, find_argument
+from ..core.losses import AUTO, Loss
 from ..core.method import Method
 from ..data.federation import Federation
 from ..engines import ENGINES
 from ..methods import METHODS
 from ..models.architecture import Architecture
+from ..models.fingerprint import describe_callable
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
 from .loggers import check_loggers
 from .plan import Plan
@@ -39,6 +41,7 @@ def simulate(
     progress: bool = False,
     on_round: RoundCallback | Sequence[RoundCallback] | None = None,
     config: Mapping[str, Any] | None = None,
+    loss: Any = None,
     **settings: Any,
 ) -> Result:
     """Run a method on a federation.
@@ -55,6 +58,8 @@ def simulate(
             :class:`.callbacks.EarlyStopping` and :class:`.callbacks.Callback`.
         config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name``
             and ``title`` tells apart runs of one method with other settings.
+        loss: what is minimized and reported instead of the federation's own loss; see
+            :meth:`fedlowrank.Federation.from_arrays`.
         **settings: fields of :class:`fedlowrank.simulation.settings.RunSettings`:
             ``rounds=50, participation=0.1, ...``.
 
@@ -78,6 +83,8 @@ def simulate(
             raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
         method = METHODS[method]()
     _check_types(method, federation)
+    if loss is not None:
+        federation = federation.with_loss(loss)
     chosen = _settings(settings, federation, type(method))
     if chosen.engine not in ENGINES:
         raise ConfigError(
@@ -192,8 +199,15 @@ def describe(
         # all left out where they do nothing, as in the runs that were made before they existed
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
         **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
+        **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
     }
+
+
+def _describe_loss(loss: Loss) -> dict[str, Any]:
+    """The loss with its options; one of the user's own with a digest of its code."""
+    code = {"code": describe_callable(loss.function)} if loss.is_own else {}
+    return {**loss.describe(), **code}
 
 
 def _remarks(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> list[str]:

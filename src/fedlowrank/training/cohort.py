@@ -186,7 +186,7 @@ def _of_client(stacked: Any, k: int) -> Any:
 def _batch_of_client(batch: Batch, k: int) -> Batch:
     """The batch of one client of many."""
     x = {n: t[k] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[k]
-    return Batch(x, batch.y[k], None if batch.mask is None else batch.mask[k], batch.step)
+    return Batch(x, batch.y[k], None if batch.mask is None else batch.mask[k], batch.step, loss=batch.loss)
 
 
 def _check_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:

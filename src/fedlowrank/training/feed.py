@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.loss import IGNORE_INDEX
+from ..core.losses import IGNORE_INDEX, Loss
 from ..core.method import Batch
 from ..data.pixels import Pixels
 from .local_data import LocalData, channels_last, gather
+from .stacked import UnsupportedError
 
 
 class BufferPool:
@@ -46,6 +47,7 @@ class Feed:
 
     def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
         self._pool = pool
+        self._loss = data[0].loss
         augmented = any(d.augment.active for d in data)
         self._rows = None if augmented else _shared_rows(data, name)
         if self._rows is not None:
@@ -66,9 +68,9 @@ class Feed:
             return joined([next(feed) for feed in self._feeds[:active]])
         examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
         if any(len(i) != len(index[0]) for i in index):
-            return joined([gather(e, i, step) for e, i in zip(examples, index, strict=True)])
+            return joined([gather(e, i, step, loss=self._loss) for e, i in zip(examples, index, strict=True)])
         x, y = (self._picked(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
-        return Batch(x, y, step=step)
+        return Batch(x, y, step=step, loss=self._loss)
 
     def _picked(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
         """Rows of tensors, as many of each, stacked over a leading axis."""
@@ -93,6 +95,7 @@ class _SharedRows:
         decode: makes inputs of rows.
         places: of each step the rows of ``inputs`` and of ``labels``, each ``[clients, b]``.
         masks: of each step, None where no client has fewer examples.
+        loss: of the task.
     """
 
     inputs: Tensor
@@ -100,6 +103,7 @@ class _SharedRows:
     decode: Callable[[Tensor], Tensor]
     places: list[tuple[Tensor, Tensor]]
     masks: list[Tensor | None]
+    loss: Loss
 
     def batch(self, step: int) -> Batch:
         """The batch of a step."""
@@ -108,7 +112,7 @@ class _SharedRows:
         y = self.labels.index_select(0, y_rows.flatten())
         shape = x_rows.shape
         x, y = x.unflatten(0, shape), y.unflatten(0, shape)
-        return Batch(x, y, self.masks[step], step)
+        return Batch(x, y, self.masks[step], step, loss=self.loss)
 
 
 def _as_stored(rows: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
     x_rows, y_rows = (_to_device(steps, device) for steps in places)
     on_device = dict(zip(masks, _to_device(list(masks.values()), device), strict=True))
     steps = [on_device.get(step) for step in range(len(x_rows))]
-    return _SharedRows(x[0], y[0], decode, list(zip(x_rows, y_rows, strict=True)), steps)
+    return _SharedRows(x[0], y[0], decode, list(zip(x_rows, y_rows, strict=True)), steps, data[0].loss)
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -191,7 +195,7 @@ def flat(batch: Batch) -> Batch:
         else batch.x.flatten(0, 1)
     )
     mask = None if batch.mask is None else batch.mask.flatten()
-    return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y))
+    return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y), batch.loss)
 
 
 def joined(batches: list[Batch]) -> Batch:
@@ -211,6 +215,7 @@ def joined(batches: list[Batch]) -> Batch:
 
     x = [b.x for b in batches]
     inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
+    labels = join([b.y for b in batches], _padding(batches))
     mask = None
     if min(sizes) != longest:
         # created on the device: a copy from the host would wait for the steps before
@@ -218,5 +223,19 @@ def joined(batches: list[Batch]) -> Batch:
         for i, size in enumerate(sizes):
             if size < longest:
                 mask[i, size:].fill_(False)
-    labels = join([b.y for b in batches], IGNORE_INDEX if batches[0].weights is not None else 0)
-    return Batch(inputs, labels, mask, batches[0].step)
+                if labels.ndim == 2:
+                    # a label of its own: that of another class may have an infinite loss
+                    labels[i, size:] = labels[i, 0]
+    return Batch(inputs, labels, mask, batches[0].step, loss=batches[0].loss)
+
+
+def _padding(batches: Sequence[Batch]) -> int:
+    """The label of a token that stands behind a shorter text: one that does not count."""
+    batch = batches[0]
+    if batch.y.ndim < 2:
+        return 0
+    if batch.y.is_floating_point():
+        if len({b.y.shape[1:] for b in batches}) > 1:
+            raise UnsupportedError("real targets of unequal widths")
+        return 0
+    return IGNORE_INDEX if batch.weights is not None else batch.loss.ignore_index

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.errors import TaskError
 from ..core.key import Key
+from ..core.losses import AUTO, Loss
 from ..core.method import Batch, ClientInfo, Pass
 from ..data.augment import NO_AUGMENT, Augment
 from ..data.dataset import Examples
@@ -58,6 +59,7 @@ class LocalData:
         quarter_turns: by how many the images are turned already, so that they are mirrored along their own
             axis.
         by_length: of texts: whether a batch is of examples of like length, the batches in random order.
+        loss: of the task.
     """
 
     info: ClientInfo
@@ -67,6 +69,7 @@ class LocalData:
     augment: Augment = NO_AUGMENT
     quarter_turns: int = 0
     by_length: bool = False
+    loss: Loss = AUTO
     _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _placed: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -119,16 +122,15 @@ class LocalData:
         if not self.augment.active:
             texts = self._ends is not None
             for step, index in enumerate(indices):
-                yield gather(
-                    self.examples, index, step, self._columns(order[step].numpy()) if texts else None
-                )
+                columns = self._columns(order[step].numpy()) if texts else None
+                yield gather(self.examples, index, step, columns, self.loss)
             return
         self.augment.check(self.examples.x)
         # of all steps at once: a copy to the device in a step would wait for all steps before
         sizes = [len(index) for index in order]
         drawn = self.augment.draw(sum(sizes), self._generator("augment", name)).to(self.examples.y.device)
         for step, (index, draw) in enumerate(zip(indices, torch.split(drawn, sizes), strict=True)):
-            batch = gather(self.examples, index, step)
+            batch = gather(self.examples, index, step, loss=self.loss)
             yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
 
     def chunks(self, equal_width: bool = False, whole: bool = False) -> Iterator[Batch]:
@@ -142,7 +144,7 @@ class LocalData:
         every = torch.arange(n, device=self.examples.y.device)
         for index in every.tensor_split(1 if whole else -(-n // chunk_size(self.examples))):
             some = slice(None) if equal_width else slice(start, start + len(index))
-            yield gather(self.examples, index, columns=self._columns(some))
+            yield gather(self.examples, index, columns=self._columns(some), loss=self.loss)
             start += len(index)
 
     @cached_property
@@ -183,7 +185,9 @@ class LocalData:
         return (self.key / purpose / list(self.passes).index(name)).generator()
 
 
-def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None = None) -> Batch:
+def gather(
+    examples: Examples, index: Tensor, step: int = 0, columns: int | None = None, loss: Loss = AUTO
+) -> Batch:
     """The batch of some examples: images in the fastest layout, texts without needless padding.
 
     Args:
@@ -192,6 +196,7 @@ def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None
             copied there.
         step: see :class:`Batch`.
         columns: of texts, how many are needed; None to look, which on a GPU waits for all that is under way.
+        loss: of the task.
     """
     index = index.to(examples.y.device)
     x, y = examples.x, examples.y.index_select(0, index)
@@ -199,8 +204,8 @@ def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None
         picked = {n: t.index_select(0, index) for n, t in x.items()}
         if _width(examples) is not None:
             picked, y = trim(picked, y) if columns is None else truncate_columns(picked, y, columns)
-        return Batch(picked, y, step=step)
-    return Batch(channels_last(x.index_select(0, index)), y, step=step)
+        return Batch(picked, y, step=step, loss=loss)
+    return Batch(channels_last(x.index_select(0, index)), y, step=step, loss=loss)
 
 
 Size = tuple[int, ...]

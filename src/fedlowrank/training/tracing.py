@@ -25,7 +25,7 @@ class TracingTrainer:
 
     def __init__(self, method: AnyMethod, task: Task, model: Model) -> None:
         self.passes = method.local_passes()
-        self.classes = task.classes
+        self.task = task
         self.model = model
         self.trained: list[str] = []
 
@@ -47,12 +47,15 @@ class TracingTrainer:
         example = self.model.example
         named = isinstance(example, dict)
         x: Any = {n: _twice(t) for n, t in example.items()} if named else _twice(example)
-        if self.classes:
-            first = next(iter(x.values())) if named else x
-            return Batch(x, torch.zeros(2, dtype=torch.int64, device=first.device))
+        first, loss, target = next(iter(x.values())) if named else x, self.task.loss, self.task.target
+        if target is not None and not loss.predicts_tokens(target):
+            y = torch.zeros(2, *target.shape[1:], dtype=target.dtype, device=first.device)
+            return Batch(x, y, loss=loss)
+        if self.task.classes:
+            return Batch(x, torch.zeros(2, dtype=torch.int64, device=first.device), loss=loss)
         scores = self.model.probe(x)
         # scores of every token are [b, T, V], those of a regression [b, d]
-        return Batch(x, torch.zeros_like(x["input_ids"] if named and scores.ndim == 3 else scores))
+        return Batch(x, torch.zeros_like(x["input_ids"] if named and scores.ndim == 3 else scores), loss=loss)
 
 
 def _twice(t: Tensor) -> Tensor:

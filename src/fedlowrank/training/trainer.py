@@ -104,7 +104,7 @@ class LocalTrainer:
         return tree.canonical(end)
 
     def is_standard(self, request: Request) -> bool:
-        """Whether a step only computes: its functions are this package's, and all layers are standard.
+        """Whether a step only computes: its functions and loss are this package's, and all layers are standard.
 
         Only then may an engine evaluate the loss once more than the user's own loop would, or for many
         clients at once.
@@ -117,7 +117,7 @@ class LocalTrainer:
             for f in functions
             if f is not None
         )
-        return own and all(m.is_standard for m in self.models)
+        return own and not self.data.loss.is_own and all(m.is_standard for m in self.models)
 
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.
@@ -151,7 +151,7 @@ class LocalTrainer:
             if not self.ledger.knows(kind, size):
                 work = work or Work(request, self.round)
                 with self.ledger.counting(kind, size):
-                    work.gradient(work.loss(gather(self.data.examples, i)))
+                    work.gradient(work.loss(gather(self.data.examples, i, loss=self.data.loss)))
 
     @contextlib.contextmanager
     def _in_training(self, key: Key) -> Iterator[None]:
@@ -186,7 +186,7 @@ class LocalTrainer:
 
     def _kind(self, function: Callable[..., Any], params: Any, constants: Any) -> Any:
         forms = [tree.form(t, plain=False) for t in (params, constants)]
-        return code_of(function), self.model.name, self.data.form, *forms
+        return code_of(function), self.data.loss, self.model.name, self.data.form, *forms
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.method.ClientView.total`."""
@@ -265,11 +265,13 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
         value = work.loss(batch)
         return value.detach(), work.gradient(value)
     weights, device = batch.weights, batch.y.device
+    of_loss = batch.loss.weigh(batch.y)
+    mean = None if of_loss is None else of_loss[1].double().mean()
     total = torch.zeros((), device=device)
     grads: list[Tensor | None] = [None] * len(work.params)
     for part in torch.split(torch.arange(len(batch), device=device), micro_batch):
         x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
-        value = work.loss(Batch(x, batch.y[part], step=batch.step))
+        value = work.loss(Batch(x, batch.y[part], step=batch.step, loss=batch.loss, example_weight=mean))
         if weights is None:
             value = value * (len(part) / len(batch))
         else:

@@ -227,7 +227,7 @@ def _strength(attack: Attack) -> float:
 
 
 def _check_labels(examples: Examples, attack: Attack) -> None:
-    if examples.regression or examples.tokens:
+    if examples.regression or examples.is_dense:
         raise DataError(
             f"attack.kind = {attack.kind!r} needs one class label for each example. Choose an attack on "
             "updates, such as 'sign_flip'."

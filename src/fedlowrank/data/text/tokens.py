@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.bounds import check_minimum
 from ...core.errors import ConfigError, DataError, did_you_mean
-from ...core.loss import IGNORE_INDEX
+from ...core.losses import IGNORE_INDEX
 from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
 from .formats import Format, render

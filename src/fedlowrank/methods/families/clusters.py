@@ -13,7 +13,7 @@ from ...adapters.router import Router
 from ...core import tree
 from ...core.contribution import Mean, Sum
 from ...core.errors import ConfigError, TaskError
-from ...core.loss import pointwise_loss, task_loss
+from ...core.loss import example_losses, sum_losses, task_loss
 from ...core.method import Batch, ClientInfo, ClientView, Task
 from ...core.model import Model
 from ...core.optimizer import SGD, Group, Optimizer
@@ -82,11 +82,12 @@ def weigh_clusters(
 ) -> Tensor:
     """θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
 
-    def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
-        return batch.total(pointwise_loss(apply(parts, pi, batch.x), batch.y))
+    def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
+        return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
 
-    losses = [view.total(lost, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
-    return (-router.lr * router.temperature * torch.stack(losses) / view.info.examples).to(theta)
+    sums = [view.total(lost, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
+    losses, weight = torch.stack([total for total, _ in sums]), sums[0][1]
+    return (-router.lr * router.temperature * losses / torch.where(weight > 0, weight, 1.0)).to(theta)
 
 
 def learn_router(
@@ -205,4 +206,4 @@ def unbind_models(models: Params) -> list[Params]:
 def losses_of(model: Model, models: Params, batch: Batch) -> Tensor:
     """The loss of each example under each of C models: ``[b, C]`` of weights ``[C, ...]``."""
     scores = [model.apply(one, batch.x) for one in unbind_models(models)]
-    return torch.stack([pointwise_loss(s, batch.y) for s in scores], -1)
+    return torch.stack([example_losses(s, batch) for s in scores], -1)
