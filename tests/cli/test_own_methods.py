@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from fedlowrank.cli import catalog
 from fedlowrank.cli.main import main
 from fedlowrank.simulation.records import RunRecord
+from fedlowrank.testing.check import CheckFinding
 
 from .small import SMALL, done, refused, write
 
@@ -104,6 +106,18 @@ def test_a_field_is_varied(capsys: Capsys) -> None:
 
 def test_check_takes_it(capsys: Capsys) -> None:
     assert "FAILED" not in done(capsys, "check", NAME)
+
+
+def test_check_says_once_what_fails_every_check(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        CheckFinding("one", False, "no pair"),
+        CheckFinding("two", True),
+        CheckFinding("three", False, "no pair"),
+    ]
+    monkeypatch.setattr(catalog, "check_method", lambda method: found)
+    assert main(["check", NAME]) == 1
+    out = capsys.readouterr().out
+    assert (out.count("FAILED"), out.count("no pair"), out.count("as above")) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
 
     title = "Sums"
     citation = "-"
-    streams = True
 
     def server_init(self, task: Task) -> Tensor:
         return torch.zeros(self.size, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
@@ -87,15 +88,26 @@ def _first_line(cls: object) -> str:
 def check(name: str) -> int:
     """Test a method against the contract, and print what was found."""
     cls = method_class(name)
+    none = dataclasses.MISSING
+    for f in dataclasses.fields(cls):
+        if f.init and f.default is none and f.default_factory is none:
+            raise ConfigError(
+                f"{name}: {f.name} has no default, and the check makes the method without arguments. Give it one, such "
+                f"as {f.name}: {f.type if isinstance(f.type, str) else f.type.__name__} = ..."
+            )
     try:
         method = cls()
     except TypeError as error:
         raise ConfigError(f"{name} needs arguments; give every field a default: {error}") from error
     findings = check_method(method)
     table = Table("check", "", "detail", title=f"{method.title}: the contract")
+    shown: set[str] = set()
     for finding in findings:
         verdict = Text("ok", "green") if finding.ok else Text("FAILED", "red")
-        table.add_row(finding.name, verdict, finding.detail)
+        # one mistake can fail every check
+        detail = "as above" if finding.detail and finding.detail in shown else finding.detail
+        shown.add(finding.detail)
+        table.add_row(finding.name, verdict, detail)
     OUT.print(table)
     return 0 if all(finding.ok for finding in findings) else 1
 

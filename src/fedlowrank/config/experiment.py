@@ -434,6 +434,7 @@ def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, An
     cls = import_named(name, "method")
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ConfigError(f"method: {name!r} is no subclass of fedlowrank.Method")
+    cls.check_class()
     return cls
 
 

@@ -66,6 +66,10 @@ class CheckedFields(metaclass=FieldChecks):
     passed_to: ClassVar[str] = ""
     """The function that takes the fields as keyword arguments, for messages about arguments passed elsewhere."""
 
+    @classmethod
+    def check_class(cls) -> None:
+        """Refuse a class that does not fit its base; called once, before its first object is made."""
+
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function whose arguments are checked as those of settings are, where they are plain.
@@ -156,6 +160,8 @@ def _plan_of(cls: Any) -> _Plan | None:
     """The plan of a dataclass, made once; None where its constructor is one of its own."""
     found = cls.__dict__.get("_plan")
     if found is None:
+        if issubclass(cls, CheckedFields):
+            cls.check_class()
         is_settings = dataclasses.is_dataclass(cls)
         fields = [f for f in dataclasses.fields(cls) if f.init] if is_settings else []
         names, none = [f.name for f in fields], dataclasses.MISSING

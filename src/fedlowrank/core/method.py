@@ -17,6 +17,8 @@ from .forms import Lengths, OneOf
 from .key import Key
 from .model import Model
 from .optimizer import SGD, Optimizer
+from .returned import check_function, check_passes
+from .signatures import check_class
 from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
 
@@ -165,7 +167,13 @@ class ClientView:
 
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
+            TaskError: if one of the functions takes other arguments.
         """
+        check_function("loss", loss, ("params", "batch"), constants)
+        if precondition is not None:
+            check_function("precondition", precondition, ("grads", "params"), constants)
+        if prox is not None:
+            check_function("prox", prox, ("params", "lr"), constants)
         end: T = self.trainer.train(
             Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
         )
@@ -177,6 +185,7 @@ class ClientView:
         The statistic must itself sum over the batch by :meth:`Batch.total`. Sums of half precision come in
         float32.
         """
+        check_function("statistic", statistic, ("params", "batch"), constants)
         return self.trainer.total(statistic, params, constants)
 
     def steps(self, name: str) -> int:
@@ -252,6 +261,11 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1"}, self.title)
         check_bounds(self, self.bounds, self.title)
 
+    @classmethod
+    def check_class(cls) -> None:
+        """Refuse a class with misspelt hooks, hooks that take other arguments, or fields that are no settings."""
+        check_class(cls, Method)
+
     @property
     def is_global(self) -> bool:
         """Whether every client uses the server's model as it is: no hook tells them apart."""
@@ -276,7 +290,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """:meth:`passes` with ``drop_last`` applied; what engines execute. Override :meth:`passes`."""
         return {
             n: replace(sweep, drop_last=sweep.drop_last or self.drop_last)
-            for n, sweep in self.passes().items()
+            for n, sweep in check_passes(self, self.passes()).items()
         }
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:

@@ -15,6 +15,13 @@ from typing import Any
 
 from .errors import ConfigError
 
+_ADVICE = {
+    "cannot inherit non-frozen dataclass": "Write @dataclass(frozen=True) above the class",
+    "follows default argument": "Give the field a default, such as alpha: float = 0.5",
+    "has no type annotation": "Write its type, such as alpha: float = field(default=0.5)",
+}
+"""What to write instead, by the words of the dataclass module's own errors."""
+
 
 def import_named(name: str, what: str) -> Any:
     """Import an attribute of a module, which is looked for in the working folder first.
@@ -33,4 +40,6 @@ def import_named(name: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:
-        raise ConfigError(f"{what}: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        said = f"{type(error).__name__}: {error}"
+        advice = next((f". {write}" for words, write in _ADVICE.items() if words in said), "")
+        raise ConfigError(f"{what}: {name!r} cannot be imported: {said}{advice}") from error

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from ..core import tree
 from ..core.errors import NonFiniteError
 from ..core.method import ClientInfo, ClientView, Method, Task, Trainer
+from ..core.returned import check_pair
 from ..data.federation import Federation
 from ..models.client_buffers import collect_buffers, install_buffers
 from ..training.flops import FlopLedger
@@ -92,7 +93,8 @@ class Engine(ABC):
         """The client's box of a method with the client's own buffers: its next state, and its upload."""
         state, task = install_buffers(task, self.boundary(job.state))
         view = client_view(federation, task, round, job.client, trainer)
-        state, upload = method.local_update(state, self.boundary(job.down), view)
+        found = method.local_update(state, self.boundary(job.down), view)
+        state, upload = check_pair(method, found)
         return self.boundary(collect_buffers(task, state)), self.boundary(upload)
 
     def trainer(

@@ -12,6 +12,7 @@ from typing import Any
 from ..config.experiment import ExperimentConfig
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error
+from ..core.returned import check_client_model
 from ..engines.base import client_view
 from ..engines.sequential import Sequential
 from ..simulation.callbacks import settings_callbacks
@@ -162,7 +163,8 @@ def _write_model(run: NetworkRun, out: Path) -> None:
     state = run.method.client_init(task, info)
     params = run.method.server_model(run.state.server, state, view)
     if params is None:
-        params = run.method.client_model(state, run.method.download(run.state.server, info), view).whole()
+        down = run.method.download(run.state.server, info)
+        params = check_client_model(run.method, run.method.client_model(state, down, view)).whole()
     folder = out / "adapters" / f"round-{run.round:04d}"
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)

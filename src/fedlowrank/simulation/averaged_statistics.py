@@ -23,6 +23,7 @@ from ..core.contribution import Mean
 from ..core.errors import ConfigError, TaskError
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
+from ..core.returned import check_pair
 from ..core.tree import Params, tree
 from ..engines.base import AnyMethod
 from .settings import RunSettings
@@ -50,6 +51,9 @@ class AveragedStatistics(Method[WithStatistics, Any, WithStatistics, WithStatist
     """
 
     inner: AnyMethod = field(kw_only=True)
+
+    title = "Averaged statistics"
+    """Of the class alone; an object has that of the method."""
 
     def __post_init__(self) -> None:
         self.describe_as(self.inner)
@@ -90,7 +94,7 @@ class AveragedStatistics(Method[WithStatistics, Any, WithStatistics, WithStatist
         """The method's, from the statistics that were sent; they are sent back as training leaves them."""
         before = _read(view.model)
         view.model.set_buffers(down.statistics or {})
-        state, upload = self.inner.local_update(state, down.inner, view)
+        state, upload = check_pair(self.inner, self.inner.local_update(state, down.inner, view))
         found = _read(view.model)
         # a client keeps none
         view.model.set_buffers(before)

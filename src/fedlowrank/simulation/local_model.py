@@ -14,6 +14,7 @@ from ..core.client_model import ClientModel, Parts, Predictor
 from ..core.key import Key
 from ..core.method import ClientInfo, ClientView, Task
 from ..core.model import Model
+from ..core.returned import check_client_model
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, Engine
@@ -121,6 +122,6 @@ def local_model(
     view = ClientView(info, task, model, round, trainer.data.key, trainer)
     with torch.inference_mode(False):
         message = tree.canonical(method.download(server, info)) if known else down
-        made = method.client_model(state, message, view)
+        made = check_client_model(method, method.client_model(state, message, view))
         whole = method.server_model(server, state, view) if known else None
     return LocalModel(made, view.model, view.key / "evaluation", whole)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ..core import tree
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, Method, ServerView
+from ..core.returned import check_server_state
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.base import ClientJob, Engine
@@ -335,7 +336,9 @@ class Run:
     def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
         """The server's next state, given the total of the contributions."""
         del found
-        return self.engine.boundary(self.method.server_update(self.state.server, total, view))
+        before = self.state.server
+        found = self.method.server_update(before, total, view)
+        return self.engine.boundary(check_server_state(self.method, before, found))
 
     def is_due(self) -> bool:
         """Whether the models are evaluated now."""

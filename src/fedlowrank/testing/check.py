@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core import tree
 from ..core.contribution import Aggregator
-from ..core.errors import TaskError
+from ..core.errors import FedlowrankError, TaskError
 from ..core.method import Method, ServerView
 from ..core.optimizer import SGD
 from ..data.federation import Federation
@@ -93,10 +94,21 @@ def check_method(method: AnyMethod) -> list[CheckFinding]:
         try:
             detail = test(at)
         except Exception as error:  # noqa: BLE001 - a user's method may raise anything
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+            detail = f"{type(error).__name__}: {error}{_place(method, error)}"
         found.append(CheckFinding(name, detail is None, detail or ""))
     return found
+
+
+def _place(method: AnyMethod, error: Exception) -> str:
+    """Where an error arose: the last line in the method's own file, or the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
+    own = [frame for frame in frames if frame.filename == file]
+    if not own and isinstance(error, FedlowrankError):
+        # its message says what to write, and no line of the method was reached
+        return ""
+    last = (own or frames)[-1]
+    return f" ({Path(last.filename).name}:{last.lineno})"
 
 
 class _UnevaluatedRun(Run):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.method import Batch, ClientInfo, ClientView, Method, Request, Task
 from ..core.model import Model
+from ..core.returned import check_pair
 
 AnyMethod = Method[Any, Any, Any, Any]
 T = TypeVar("T")
@@ -78,5 +79,5 @@ def trace_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> 
     model = task.model(info)
     trainer = TracingTrainer(method, task, model)
     view = ClientView(info, task, model, 0, task.key / "dry", trainer)
-    _, upload = method.local_update(method.client_init(task, info), down, view)
+    _, upload = check_pair(method, method.local_update(method.client_init(task, info), down, view))
     return upload, tuple(trainer.trained)

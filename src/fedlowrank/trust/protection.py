@@ -30,6 +30,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Mean, Sum, leaves, map_leaves
 from ..core.key import Key
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.returned import check_pair
 from ..core.tree import Params
 from ..linalg.matricize import dense_weights
 from ..training.tracing import trace_upload
@@ -114,6 +115,9 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     expected: float = field(kw_only=True, default=1.0)
     system: bool = field(kw_only=True, default=False)
 
+    title = "Protected"
+    """Of the class alone; an object has that of the method."""
+
     def __post_init__(self) -> None:
         self.describe_as(self.inner)
 
@@ -175,7 +179,8 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         self, state: ClientState, down: Download, view: ClientView
     ) -> tuple[ClientState, Upload]:
         """The method's, then: clip, add noise, compress."""
-        inner, upload = self.inner.local_update(state.inner, down.message, view)
+        found = self.inner.local_update(state.inner, down.message, view)
+        inner, upload = check_pair(self.inner, found)
         reference = self._reference(down.message, view.info)
         upload, within = self._clipped(upload, reference, down, view)
         if self.trust.privacy.kind == "local":

@@ -22,6 +22,7 @@ from ...core import tree
 from ...core.contribution import Aggregator, fault_of
 from ...core.errors import FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
+from ...core.returned import check_server_state
 from .forms import MismatchError, Template, decode_upload, shorten
 from .norms import floats, norm
 from .shape_tracing import AnyMethod, expected_upload
@@ -150,7 +151,7 @@ def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView)
         FedlowrankError: if it is not finite.
         Exception: one of :data:`FAULTS` that the method raised.
     """
-    new = method.server_update(server, total, view)
+    new = check_server_state(method, server, method.server_update(server, total, view))
     for path, number in floats(new):
         if not math.isfinite(norm(number)):
             raise FedlowrankError(

@@ -1,0 +1,121 @@
+"""What a method's hooks return and what its functions take is checked where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import (
+    ClientModel,
+    Clipping,
+    Federation,
+    Mean,
+    Method,
+    Pass,
+    simulate,
+    supervised_loss,
+)
+from fedlowrank.core.errors import FedlowrankError
+
+X = torch.linspace(-1, 1, 60).reshape(12, 5)
+FEDERATION = Federation.from_arrays([(X, torch.arange(12) % 2)] * 2, torch.nn.Linear(5, 2), val=0, test=0)
+
+
+class Plain(Method[Any, Any, Any, Any]):
+    title = "Plain"
+
+    def server_init(self, task):
+        return task.common_model(self.title).initial
+
+    def local_update(self, state, down, view):
+        return None, self.trained(down, view)
+
+    def trained(self, down, view, **more):
+        return view.train(supervised_loss(view.model), down, "local", self.optimizer, **more)
+
+    def server_update(self, server, total, view):
+        return total
+
+
+def loss(params, batch):
+    return (params["weight"].sum() * batch.x).mean()
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "no pair": ("local_update", lambda s, c, d, v: s.trained(d, v),
+                "local_update must return the pair (state, upload); it returned a dict of a Tensor"),
+    "nothing": ("local_update", lambda s, c, d, v: None, "(state, upload); it returned None"),
+    "three": ("local_update", lambda s, c, d, v: (c, d, d), "it returned a tuple of 3"),
+    "parameters": ("client_model", lambda s, c, d, v: d, "client_model must return a ClientModel; it returned a dict"),
+    "no model": ("client_model", lambda s, c, d, v: None, "must return a ClientModel; it returned None"),
+    "no parameters": ("client_model", lambda s, c, d, v: ClientModel(None), "params must be a dict of parameters by name or"),  # type: ignore[arg-type]
+    "no series": ("client_model", lambda s, c, d, v: ClientModel(d, {"a": 3}), "a must be a dict"),  # type: ignore[dict-item]
+    "no first state": ("server_init", lambda s, t: None, "see what server_init and server_update return"),
+    "no next state": ("server_update", lambda s, a, t, v: None, "server_update returned None"),
+    "list of passes": ("passes", lambda s: [Pass()], 'it returned a list. Write return {"local": Pass('),
+    "numbers for passes": ("passes", lambda s: {"local": 3}, "it returned a dict of a int"),
+    "no passes": ("passes", lambda s: {}, "passes must return a dict of passes by name"),
+    "bare contribution": ("contribution", lambda s, u, c, v: u, "Wrap it, such as Mean(upload, client.examples)"),
+    "loss of one": ("local_update", lambda s, c, d, v: (c, v.train(lambda p: 0, d, "local", s.optimizer)),
+                    "takes (p) and is called with (params, batch)"),
+    "loss of three": ("local_update", lambda s, c, d, v: (c, v.train(lambda p, b, w: 0, d, "local", s.optimizer)),
+                      "takes (p, b, w) and is called with (params, batch)"),
+    "loss without constants": (
+        "local_update", lambda s, c, d, v: (c, v.train(loss, d, "local", s.optimizer, constants=(d,))),
+        "takes (params, batch) and is called with (params, batch, constants[0])",
+    ),
+    "prox of one": ("local_update", lambda s, c, d, v: (c, s.trained(d, v, prox=lambda p: p)),
+                    "prox at line "),
+    "precondition of one": ("local_update", lambda s, c, d, v: (c, s.trained(d, v, precondition=lambda g: g)),
+                            "takes (g) and is called with (grads, params)"),
+    "statistic of one": ("local_update", lambda s, c, d, v: (v.total(lambda p: p, d), d),
+                         "takes (p) and is called with (params, batch)"),
+    "a dict of constants": ("local_update", lambda s, c, d, v: (c, s.trained(d, v, constants=d)),
+                            "constants must be a tuple of trees, such as (down,); it is a dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_value_is_named_with_what_to_write(mistake: str) -> None:
+    hook, function, says = WRONG[mistake]
+    cls = type("My", (Plain,), {hook: function})
+    with pytest.raises(FedlowrankError) as error:
+        simulate(cls(), FEDERATION, rounds=1)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"engine": "vectorized"}, {"clipping": Clipping(norm=1.0)}], ids=["vectorized", "protected"]
+)
+def test_engines_and_wrappers_give_the_same_answer(settings: dict[str, Any]) -> None:
+    hook, function, _ = WRONG["no pair"]
+    with pytest.raises(FedlowrankError, match=r"must return the pair \(state, upload\)"):
+        simulate(type("My", (Plain,), {hook: function})(), FEDERATION, rounds=1, **settings)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prox": lambda p, lr, *rest: p, "constants": (X,)},
+        {"prox": lambda p, lr, own=None: p, "constants": (X,)},
+        {"prox": lambda p, lr, own=None: p},
+        {"precondition": lambda g, p, *, scale=1: g},
+    ],
+)
+def test_functions_that_can_be_called_are_called(more: dict[str, Any]) -> None:
+    function = lambda s, c, d, v: (None, s.trained(d, v, **more))  # noqa: E731
+    simulate(type("My", (Plain,), {"local_update": function})(), FEDERATION, rounds=1)
+
+
+def test_the_weighted_mean_of_a_state_that_is_none_stays_allowed() -> None:
+    hooks = {
+        "server_init": lambda s, t: None,
+        "client_init": lambda s, t, c: t.model(c).initial,
+        "local_update": lambda s, c, d, v: (s.trained(c, v), {}),
+        "contribution": lambda s, u, c, v: Mean({}, 1.0),
+        "server_update": lambda s, a, t, v: None,
+        "client_model": lambda s, c, d, v: ClientModel(c),
+    }
+    simulate(type("Alone", (Plain,), hooks)(), FEDERATION, rounds=1)

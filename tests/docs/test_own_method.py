@@ -1,0 +1,224 @@
+"""The page "Your own method": its code runs, its APFL is APFL, and its tables are the code's."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedlowrank import SGD, ClientModel, ClientView, Federation, Group, Method, Pass, ServerView
+from fedlowrank.cli.main import main
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core import contribution, tree
+from fedlowrank.core.method import ProximalTerm
+from fedlowrank.engines import Sequential
+from fedlowrank.methods import APFL
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.testing import check
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorials" / "your-own-method.md").read_text()
+BLOCKS = re.findall(r"(?:`(\w+\.py)`:\n\n)?```python\n(.*?)```", PAGE, re.DOTALL)
+FILES = {name: "\n\n".join(text for n, text in BLOCKS if n == name) for name, _ in BLOCKS if name}
+SCRIPTS = [text for name, text in BLOCKS if not name]
+COMMANDS = re.findall(r"^fedlowrank (.*)$", PAGE, re.MULTILINE)
+
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def federation() -> Federation:
+    """Three clients of unequal size."""
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+        for n in (20, 35, 50)
+    ]
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    return Federation.from_arrays(data, model, classes=3)
+
+
+def trajectory(method: Any, federation: Federation) -> list[Any]:
+    """The server's model, each client's v and a, and the models that clients use, after each of three rounds."""
+    run = Run(method, federation, RunSettings(rounds=3, participation=0.7), Sequential())
+    found: list[Any] = []
+    for _ in range(3):
+        run.step()
+        states = {str(i): dict(tree.leaves(s)) for i, s in sorted(run.state.clients.items())}
+        found.append([run.state.server, states, [run.personal(client) for client in federation.infos]])
+    return found
+
+
+@pytest.mark.usefixtures("folder")
+def test_its_apfl_is_the_packages_round_for_round(federation: Federation) -> None:
+    settings: dict[str, Any] = {
+        "alpha": 0.3, "epochs": 2, "batch_size": 8,
+        "optimizer": SGD(lr=0.3, momentum=0.9, weight_decay=0.01, groups={"v": Group(lr=0.1)}),
+    }  # fmt: skip
+    mine = trajectory(importlib.import_module("my_apfl").MyAPFL(**settings), federation)
+    theirs = trajectory(APFL(**settings), federation)
+    for one, other in zip(mine, theirs, strict=True):
+        assert tree.equal(one, other)
+    shares = [float(state["/a"]) for state in mine[-1][1].values()]
+    assert all(0 <= a <= 1 and abs(a - 0.3) > 1e-3 for a in shares), "a must have been trained"
+
+
+@pytest.mark.usefixtures("folder")
+def test_two_passes_of_one_step_are_the_joint_step(federation: Federation) -> None:
+    module = importlib.import_module("my_apfl")
+    settings: dict[str, Any] = {"alpha": 0.3, "batch_size": 1000, "optimizer": SGD(lr=0.3)}
+    mine = trajectory(module.TwoPassAPFL(**settings), federation)
+    theirs = trajectory(module.MyAPFL(**settings), federation)
+    for one, other in zip(mine, theirs, strict=True):
+        pairs = zip(tree.tensors(one), tree.tensors(other), strict=True)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+    more = module.TwoPassAPFL(**{**settings, "own_epochs": 3})
+    assert more.passes() == {"global": Pass(1, 1000), "own": Pass(3, 1000)}
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_scripts_run(capsys: Capsys) -> None:
+    for text in SCRIPTS:
+        exec(compile(text, "page", "exec"), {})
+    accuracies = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(accuracies) == 2
+    assert all(0 <= a <= 1 for a in accuracies)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("folder")
+def test_the_commands_of_apfl_run(capsys: Capsys) -> None:
+    commands = [c for c in COMMANDS if "apfl" in c]
+    assert [c.split()[0] for c in commands] == ["check", "compare", "check", "run"]
+    for command in commands:
+        words = shlex.split(command.replace("experiments/", f"{ROOT}/experiments/"))
+        more = ["run.representations=0"] if words[0] != "check" else []
+        assert main([*words, *more]) == 0
+    out = capsys.readouterr().out
+    assert "FAILED" not in out
+    rows = re.findall(r"^ *(?:My )?APFL +([\d.]+) ", out, re.MULTILINE)
+    assert len(rows) == 2
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_experiment_file_names_settings_that_exist() -> None:
+    (text,) = re.findall(r"```toml\n(.*?my_apfl.*?)```", PAGE.partition("### In two passes")[2], re.DOTALL)
+    Path("mine.toml").write_text(text + '\n[data]\nsource = "digits"\n')
+    made = ExperimentConfig.read(Path("mine.toml"))
+    assert made.build_method("my_apfl:MyAPFL").alpha == 0.25  # type: ignore[attr-defined]
+    assert made.build_method("my_apfl:TwoPassAPFL").own_epochs == 2  # type: ignore[attr-defined]
+
+
+def test_the_code_of_apfl_is_short() -> None:
+    first, second = (text for name, text in BLOCKS if name == "my_apfl.py")
+    assert len([line for line in first.splitlines() if line.strip()]) <= 50
+    assert len([line for line in second.splitlines() if line.strip()]) <= 25
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_example_of_a_failure_is_what_is_printed(capsys: Capsys) -> None:
+    (shown,) = re.findall(r"```text\n(error: .*?)```", PAGE, re.DOTALL)
+    text = FILES["my_apfl.py"].replace(
+        "server_update(self, server, total, view)", "server_update(self, server, total)"
+    )
+    Path("my_apfl.py").write_text(text.replace("def client_model", "def client_modle"))
+    assert main(["check", "my_apfl:MyAPFL"]) == 1
+    assert capsys.readouterr().err == shown
+
+
+def rows_below(title: str, ends: str = "\n## ") -> dict[str, list[str]]:
+    """The rows of the tables of a part of the page, by the code in the first column."""
+    part = PAGE.split(title, 1)[1].split(ends, 1)[0]
+    rows = re.findall(r"^\| (`.*?`.*?) \| (.*) \|$", part, re.MULTILINE)
+    return {first: rest.split(" | ") for first, rest in rows}
+
+
+def test_the_table_of_hooks_is_the_contract() -> None:
+    rows = rows_below("## Every hook", "**`ClientModel")
+    shown = {re.sub(r"\(.*", "", name.strip("`")): name.strip("`") for name in rows}
+    hooks = {n: v for n, v in vars(Method).items() if n[0] != "_" and inspect.isfunction(v)}
+    # what wrappers and engines use, not hooks
+    for name in ("describe_as", "local_passes"):
+        del hooks[name]
+    assert shown == {n: f"{n}({', '.join(inspect.signature(v).parameters)})" for n, v in hooks.items()}
+    needed = [name for name, row in zip(shown, rows.values(), strict=True) if row[-1] == "–"]
+    assert set(needed) == Method.__abstractmethods__
+    text = PAGE.split("Class variables: ", 1)[1].split("\n\n", 1)[0]
+    fields = {f.name for f in dataclasses.fields(Method)}
+    assert {n for n in Method.__annotations__ if n not in fields} <= set(re.findall(r"`(\w+)`", text))
+
+
+def test_the_tables_of_arguments_are_the_signatures() -> None:
+    rows = rows_below("**`view.train`**", "**`Pass(")
+    parameters = list(inspect.signature(ClientView.train).parameters.values())[1:]
+    assert list(rows) == [f"`{p.name}`" for p in parameters]
+    for (name, row), p in zip(rows.items(), parameters, strict=True):
+        wanted = {repr(p.empty): "–", "None": "`None`", "()": "`()`"}
+        assert row[-1] == wanted.get(repr(p.default), "none"), name
+    for made in (Pass, ClientModel):
+        (shown,) = re.findall(rf"\*\*`{made.__name__}\((.*?)\)`", PAGE)
+        fields = dataclasses.fields(made)
+        expected = [
+            f.name if f.default is f.default_factory is dataclasses.MISSING
+            else f"{f.name}={f.default if f.default is not dataclasses.MISSING else '{}'}"
+            for f in fields
+        ]  # fmt: skip
+        assert shown.split(", ") == expected
+    assert list(rows_below("**`ClientModel(", "So `ClientModel")) == [
+        f"`{f.name}`" for f in dataclasses.fields(ClientModel)
+    ]
+    assert [f.name for f in dataclasses.fields(ProximalTerm)] == ["strength", "center", "linear"]
+    assert {"task", "round", "key", "replied"} <= {f.name for f in dataclasses.fields(ServerView)}
+
+
+def test_the_helpers_of_trees_exist_with_these_arguments() -> None:
+    calls = re.findall(r"`(\w+)(?:\(([^`]*)\))?`", " ".join(rows_below("## Trees")))
+    assert {"map", "add", "sub", "zeros_like", "tree", "Params"} <= {name for name, _ in calls}
+    trees: Any = {"p": torch.tensor([1.0, 2.0]), "q": [torch.tensor(3.0)]}
+    for name, arguments in calls:
+        function = getattr(tree, name)
+        if arguments and name != "map":
+            values = dict(zip("ab", (trees, trees), strict=True))
+            given = [values[a] for a in arguments.split(", ") if a in values]
+            function(*given)
+    assert tree.equal(tree.add(trees, trees, scale=-1.0), tree.zeros_like(trees))
+    half = tree.map(lambda x, y: torch.lerp(x, y, 0.5), trees, tree.zeros_like(trees))
+    assert tree.equal(half, contribution.mean([trees, tree.zeros_like(trees)], [1, 1]))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_failed_check_names_the_line_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a misspelt key: trees are combined in the package, and the cause is in this file
+    text = FILES["my_apfl.py"].replace(
+        'mixture(state["a"], state["v"], down)', 'mixture(state["a"], state, down)'
+    )
+    Path("my_apfl.py").write_text(text)
+    monkeypatch.setattr(
+        check, "_CHECKS", {"a client infers": check._CHECKS["a client that never took part can infer"]}
+    )
+    (found,) = check.check_method(importlib.import_module("my_apfl").MyAPFL())
+    line = 1 + next(i for i, one in enumerate(text.splitlines()) if "lambda p, q" in one)
+    assert not found.ok
+    assert "trees differ" in found.detail
+    assert re.search(r"\(my_apfl.py:(\d+)\)$", found.detail)[1] == str(line)  # type: ignore[index]
