@@ -332,7 +332,7 @@ def test_images_are_needed(capsys: Capsys) -> None:
 def heterogeneous(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("own_two.py").write_text(MODELS)
-    return write(Path(), SMALL.replace('["mlp"]', '["own_two:narrow", "own_two:narrow_too"]'))
+    return write(Path(), SMALL.replace('["mlp"]\nhidden = [4]', '["own_two:narrow", "own_two:narrow_too"]'))
 
 
 def test_a_method_for_equal_models_refuses_others(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,12 @@ def net(shape, classes):
 def own_run(capsys: Capsys) -> Path:
     """A finished run whose configuration names code that leaves a trace where it is imported."""
     Path("own_traced.py").write_text(CODE)
-    done(capsys, "run", write(Path(), SMALL.replace('["mlp"]', '["own_traced:net"]')), "run.rounds=1")
+    done(
+        capsys,
+        "run",
+        write(Path(), SMALL.replace('["mlp"]\nhidden = [4]', '["own_traced:net"]')),
+        "run.rounds=1",
+    )
     assert Path("imported").exists()
     assert Path("called").read_text() == "(4,) 3"
     forget()
@@ -97,7 +102,7 @@ def test_the_hint_after_an_interrupt_can_be_typed(capsys: Capsys, monkeypatch: p
         raise KeyboardInterrupt
 
     Path("own_traced.py").write_text(CODE)
-    file = write(Path(), SMALL.replace('["mlp"]', '["own_traced:net"]'))
+    file = write(Path(), SMALL.replace('["mlp"]\nhidden = [4]', '["own_traced:net"]'))
     with monkeypatch.context() as patch:
         patch.setattr(Run, "step", interrupted)
         assert main(["run", file, "-o", "a run"]) == 130

@@ -39,8 +39,9 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize(
     ("last", "passes"),
-    # of a model: does it take the example, is there a gradient; of a head: what reaches it, and with other values
-    [("out", 2), ("head", 4)],
+    # of a model: does it take the example and each client's first, is there a gradient in training; of a head: what
+    # reaches it, and with other values; where none is named, one more to find it
+    [("out", 6), ("head", 5)],
 )
 def test_a_federation_makes_no_pass_twice(last: str, passes: int) -> None:
     model = Counting(last)

@@ -263,6 +263,8 @@ def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> d
         found["lora"] = {"ranks": [1, 2, 3]}
     for section, fields in sections.items():
         found[section] = {**found.get(section, {}), **fields}
+    if found["model"]["names"] != ["mlp"]:
+        del found["model"]["hidden"]
     return found
 
 

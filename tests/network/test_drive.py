@@ -241,7 +241,7 @@ def test_the_best_round_cannot_be_kept(tmp_path: Path) -> None:
 def test_how_many_clients_there_are() -> None:
     assert clients_of(small("scaffold", 4)) == 4
     assert clients_of(small("scaffold", 4, network={"clients": 7})) == 7
-    natural = small("scaffold").overlay({"partition": {"kind": "natural"}})
+    natural = small("scaffold").overlay({"partition": {"kind": "natural", "clients": None}})
     with pytest.raises(ConfigError, match=r"set network\.clients"):
         clients_of(natural)
 

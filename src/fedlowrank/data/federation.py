@@ -29,7 +29,7 @@ from ..models.architecture import (
 )
 from .augment import NO_AUGMENT, Augment
 from .columns import Columns
-from .dataset import ClientData, Examples, Inputs
+from .dataset import ClientData, Examples
 from .input_types import InputTypes, convert_named_input, is_image, is_whole
 from .partitions import read_partitions
 from .pixels import Pixels, pack
@@ -462,7 +462,7 @@ class Federation:
             raise TaskError(f"{error} {' '.join(choices)}") from error
         said = [types.warning(), target_warning([d.train.y for d in data]) if loss.kind == "auto" else None]
         if classes_given is None:
-            data, classes_given, note = number_labels(data, _outputs(architectures, example), loss)
+            data, classes_given, note = number_labels(data, _outputs(architectures), loss)
             said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
         names = class_names(data, classes_given, titles, loss)
         notes = tuple(note for note in said if note)
@@ -582,10 +582,9 @@ def _input_types(
     )
 
 
-def _outputs(architectures: Mapping[str, Architecture], example: Inputs) -> int:
+def _outputs(architectures: Mapping[str, Architecture]) -> int:
     """The number of scores that all models make of an example."""
-    with torch.inference_mode():
-        return min(int(a.probe(example).shape[-1]) for a in architectures.values())
+    return min(int(a.example_scores.shape[-1]) for a in architectures.values())
 
 
 def _first_input(examples: Examples) -> Tensor | dict[str, Tensor]:

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class Architecture:
                 "split there"
             )
         self._split()
-        self._check_split(self.example)
+        self._check_split()
 
     def choose_head(self, outputs: int) -> bool:
         """Take the ``nn.Linear`` that the forward ends in for the head, if the user names none.
@@ -260,14 +261,14 @@ class Architecture:
         saved = {**self.add_statistics(params), **{n: b for n, b in changed.items() if n in known}}
         return with_complex(saved, self.complex)
 
-    def _check_split(self, example: Any) -> None:
+    def _check_split(self) -> None:
         wrong = TaskError(
             f"model {self.name}: its forward does not end in {self.head_name!r}, so it cannot be split into "
             "a representation and that head"
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
-            whole = self.probe(example)
+            whole, example = self.example_scores, self.example
             try:
                 # the same draws as in the probe, where the module draws in evaluation mode, too
                 with _PROBE.global_generators():
@@ -294,6 +295,12 @@ class Architecture:
         """
         with unchanged(self.module), _PROBE.global_generators():
             return self.apply(self.initial | self._code.neutral(), x)
+
+    @cached_property
+    def example_scores(self) -> Tensor:
+        """Scores of the example as by :meth:`probe`."""
+        with torch.inference_mode():
+            return self.probe(self.example)
 
     def last_layer(self, x: Any) -> tuple[str, str]:
         """What makes the scores of a few inputs, for messages. Hooks of the user do not run.
@@ -474,6 +481,7 @@ class Architecture:
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
         made.example = moved
+        made.__dict__.pop("example_scores", None)
         made._split()
         return made
 
@@ -537,8 +545,7 @@ def build_architecture(
         made = Architecture(name, module, example, head)
         if made.head_name is None:
             # where there is a head, the check of the split has made this pass
-            with torch.inference_mode():
-                made.probe(example)
+            _ = made.example_scores
         if wrong := [n for n, p in made.initial.items() if not bool(torch.isfinite(p).all())]:
             raise TaskError(
                 f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}"

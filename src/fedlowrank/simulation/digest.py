@@ -38,7 +38,7 @@ def sealed(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, KEY: _content(table)}
 
 
-def check_seal(table: Mapping[str, Any], name: object) -> None:
+def check_seal(table: object, name: object) -> None:
     """Compare a table that was read with the digest that :func:`sealed` entered into it.
 
     Args:
@@ -46,8 +46,12 @@ def check_seal(table: Mapping[str, Any], name: object) -> None:
         name: of the file, for the message.
 
     Raises:
-        CheckpointError: if the table has no digest or another one.
+        CheckpointError: if it is no table, or has no digest or another one.
     """
+    if not isinstance(table, Mapping):
+        raise CheckpointError(
+            f"{name} is damaged: it holds {table!r:.40}, not a table. Restore it from a copy."
+        )
     if KEY not in table:
         raise CheckpointError(
             f"{name} is damaged or was changed by hand: it has no entry {KEY!r}, so that nothing shows whether the "

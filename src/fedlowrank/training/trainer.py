@@ -262,8 +262,9 @@ def descend(
 def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of a batch and its gradient."""
     if micro_batch is None or len(batch) <= micro_batch:
-        value = work.loss(batch)
-        return value.detach(), work.gradient(value)
+        whole = work.loss(batch)
+        found = work.gradient(whole)  # checks that the loss is a number first
+        return whole.detach(), found
     weights, device = batch.weights, batch.y.device
     of_loss = batch.loss.weigh(batch.y)
     mean = None if of_loss is None else of_loss[1].double().mean()
