@@ -17,7 +17,7 @@ def make_pages() -> dict[str, str]:
 
 
 def commands_page() -> str:
-    """What `fedlowrank COMMAND --help` prints, but for the fields of experiment files."""
+    """What `fedlowrank COMMAND --help` prints."""
     # argparse breaks lines by it
     os.environ["COLUMNS"] = "100"
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
@@ -27,7 +27,6 @@ def commands_page() -> str:
     ]
     for choice in commands._choices_actions:
         command = commands.choices[choice.dest]
-        command.explains_fields = False
         parts.append(
             f"## {choice.dest}\n\n{choice.help}.\n\n```text\n{command.format_help().rstrip()}\n```\n"
         )
@@ -35,10 +34,10 @@ def commands_page() -> str:
 
 
 def fields_page() -> str:
-    """The fields that `fedlowrank run --help` explains, a table for each section."""
+    """The fields that `fedlowrank fields` explains, a table for each section."""
     parts = [
         "# Fields of an experiment file\n\nA section `[run]` of the file holds the fields of the table `run`. Each can be set on "
-        "the command line as `run.FIELD=VALUE`.\n"
+        "the command line as `run.FIELD=VALUE`. `fedlowrank fields run` prints those of one section.\n"
     ]
     _, *lines = format_field_help().splitlines()
     for line, meaning in zip(lines, [*lines[1:], ""], strict=True):

@@ -75,7 +75,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names(
                 "core.tree", "tree map add sub zeros_like dot square_distance numel nbytes encode decode"
             ),
-            *_names("testing.check", "check_method Finding"),
+            *_names("testing.check", "check_method CheckFinding"),
         ],
     ),
     (

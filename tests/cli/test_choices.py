@@ -196,7 +196,7 @@ def test_a_file_may_vary_several_fields() -> None:
 
 def test_one_field_varied_twice(capsys: Capsys) -> None:
     found = refused(capsys, "compare", write(Path()), "--vary=run.rounds=1,2", "--vary=run.rounds=3")
-    assert "--vary names run.rounds twice" in found
+    assert "vary names run.rounds twice" in found
     assert not Path("runs").exists()
 
 

@@ -10,22 +10,26 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedlowrank import __version__
 from fedlowrank.cli.main import main, parser
-from fedlowrank.data.partition import PARTITIONS
+from fedlowrank.core.optimizer import Schedule
+from fedlowrank.data.partition import PARTITIONS, Natural
 from fedlowrank.data.sources import SOURCES
 from fedlowrank.data.split import SPLITS
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
+from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.trust.settings import Privacy
 
 from .small import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
-COMMANDS = ("list", "run", "compare", "resume", "status", "report", "export", "check", "data")
+COMMANDS = ("list", "run", "compare", "resume", "status", "report", "export", "check", "data", "fields")
 
 
 def folders() -> list[str]:
@@ -88,11 +92,17 @@ def test_options_are_the_parameters_of_the_command_s_function() -> None:
         assert options == set(inspect.signature(found).parameters), name
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "data"])
-def test_help_explains_the_fields_of_an_experiment(command: str, capsys: Capsys) -> None:
+@pytest.mark.parametrize("command", ["run", "compare", "tune", "data", "serve", "join", "app"])
+def test_help_of_an_experiment_fits_a_screen(command: str, capsys: Capsys) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 30
+    assert "fedlowrank fields" in out
+
+
+def test_fields_are_explained(capsys: Capsys) -> None:
+    lines = done(capsys, "fields").splitlines()
     for field, default, meaning in (
         ("rounds", "50", "rounds of communication"),
         ("participation", "1.0", "share of the clients"),
@@ -100,14 +110,62 @@ def test_help_explains_the_fields_of_an_experiment(command: str, capsys: Capsys)
         ("names", "('cnn1',)", "client k has"),
         ("mu", "0.9", "weight of the model's own loss"),
         ("lr", "0.01", "learning rate"),
+        ("epsilon", "None", "the budget"),
     ):
         at = [i for i, line in enumerate(lines) if line.strip() == f"{field} = {default}"]
         assert at, field
         assert any(meaning in lines[i + 1] for i in at), field
-    # no field without its meaning
+    # no field without its meaning, and no table twice
     shown = [i for i, line in enumerate(lines) if line.startswith("  ") and " = " in line and line[2] != " "]
     assert len(shown) > 50
     assert [lines[i] for i in shown if not lines[i + 1].strip()] == []
+    titles = [line for line in lines if line.startswith("[")]
+    assert len(titles) == len(set(titles)) > 60
+
+
+@pytest.mark.parametrize(
+    ("path", "titles", "fields"),
+    [
+        ("run", ["[run]"], RunSettings),
+        ("[run]", ["[run]"], RunSettings),
+        ("run.privacy", ["[run.privacy]"], Privacy),
+        ("run.privacy.epsilon", ["[run.privacy]"], ["epsilon"]),
+        ("partition.natural", ["[partition, kind = natural]"], Natural),
+        ("split", [f"[split, kind = {kind}]" for kind in SPLITS], None),
+        ("methods.ifca", ["[methods.ifca]"], METHODS["ifca"]),
+        ("methods.fedavg.optimizer.schedule", ["[methods.fedavg.optimizer.schedule]"], Schedule),
+        (
+            "defaults.optimizer.lr",
+            [f"[defaults.optimizer, kind = {kind}]" for kind in ("sgd", "adamw")],
+            None,
+        ),
+        ("methods", [f"[methods.{name}]" for name in METHODS], None),
+        ("seeds", ["at the top"], ["seeds"]),
+    ],
+)
+def test_fields_of_one_part(path: str, titles: list[str], fields: Any, capsys: Capsys) -> None:
+    lines = done(capsys, "fields", path).splitlines()
+    assert [line for line in lines if line.startswith(("[", "at the"))][: len(titles)] == titles
+    if fields is not None:
+        names = fields if isinstance(fields, list) else [f.name for f in dataclasses.fields(fields)]
+        assert [line.split()[0] for line in lines if re.match(r"  \w+ = ", line)] == names
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("partitoin", "'partition'"),
+        ("run.privcy", "'run.privacy'"),
+        ("privacy", "'run.privacy'"),
+        ("floral", "'methods.floral'"),
+        ("alpha", "partition.alpha, methods.feddyn.alpha"),
+        ("xyzzy", "'run', 'split'"),
+    ],
+)
+def test_unknown_fields(path: str, found: str, capsys: Capsys) -> None:
+    message = refused(capsys, "fields", path)
+    assert f"there is no section or field {path!r}" in message
+    assert found in message
 
 
 def test_no_command_and_version(capsys: Capsys) -> None:

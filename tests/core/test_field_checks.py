@@ -32,11 +32,13 @@ from fedlowrank import (
     simulate,
 )
 from fedlowrank.adapters.lora_layers import add_lora
-from fedlowrank.config.field_help import _sections
+from fedlowrank.config.field_help import list_tables
 from fedlowrank.core.bounds import check_bounds
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.field_checks import CheckedFields, FieldChecks
+from fedlowrank.core.method import Method
 from fedlowrank.data.csv_table import Csv
+from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedavgm import FedAvgM
 from fedlowrank.methods.fedhl import FedHL
@@ -114,9 +116,14 @@ MODEL = nn.Linear(3, 2)
         (lambda: Federation.from_arrays(CLIENTS, MODEL, seed=True), "from_arrays.seed: input should be a valid int"),
         (lambda: Federation.from_arrays(CLIENTS), "missing a required argument: 'model'"),
         (lambda: simulate("fedavg", federation(), rounds="2"), "rounds: input should be a valid integer; it is '2'"),
-        (lambda: simulate("fedavg", federation(), lr=0.1), "is one of the method: FedAvg(optimizer=SGD(lr=0.1))"),
-        (lambda: simulate("fedavg", federation(), noise=1.0), "Did you mean privacy=Privacy(noise=1.0)?"),
-        (lambda: simulate("fedavg", federation(), round=1), "there is no run setting 'round'. Did you mean 'rounds'?"),
+        (lambda: simulate("fedavg", federation(), lr=0.1), "the optimizer of the method: simulate(FedAvg(optimizer=SGD(lr=0.1))"),
+        (lambda: simulate(FedAvg(optimizer=AdamW()), federation(), lr=0.1), "(FedAvg(optimizer=AdamW(lr=0.1))"),
+        (lambda: simulate("fedavg", federation(), optimizer="adam"), "simulate(FedAvg(optimizer=AdamW())"),
+        (lambda: simulate("fedavg", federation(), num_epochs=2), "Did you mean 'epochs'? It belongs to the method"),
+        (lambda: simulate("fedavg", federation(), clusters=4), "FedAvg has none. Methods that have it: FLoRAL"),
+        (lambda: simulate("fedavg", federation(), val=0.1), "belongs to the data: Federation.from_arrays(..., val="),
+        (lambda: simulate("fedavg", federation(), noise=1.0), "Write privacy=Privacy(noise=1.0)."),
+        (lambda: simulate("fedavg", federation(), round=1), "simulate has no argument 'round'. Did you mean 'rounds'?"),
         (lambda: simulate("fedavg", federation(), resume="no"), "simulate.resume: input should be a valid boolean"),
         (lambda: add_lora(MODEL, "2"), "add_lora.rank: input should be a valid integer; it is '2'"),
         (lambda: add_lora(MODEL, 2, target_module=["x"]), "Did you mean 'target_modules'?"),
@@ -130,16 +137,29 @@ def test_a_wrong_argument_of_a_function(make: Callable[[], Any], says: str) -> N
     assert says in refused(make)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_simulate_knows_where_every_field_of_a_method_belongs(name: str) -> None:
+    method = METHODS[name]()
+    run = {f.name for f in dataclasses.fields(RunSettings)}
+    for field in dataclasses.fields(method):
+        if field.name not in run:
+            says = refused(lambda field=field: simulate(name, federation(), **{field.name: 1}))
+            assert f"It belongs to the method: simulate({type(method).__name__}({field.name}=" in says
+    for field in dataclasses.fields(method.optimizer):
+        if field.name not in {*run, *(f.name for f in dataclasses.fields(method)), "kind", "schedule"}:
+            says = refused(lambda field=field: simulate(name, federation(), **{field.name: 1}))
+            kind = type(method.optimizer).__name__
+            assert f"simulate({type(method).__name__}(optimizer={kind}({field.name}=1)), ...)" in says
+
+
 def federation() -> Federation:
     return Federation.from_arrays(CLIENTS, MODEL)
 
 
 def test_every_section_of_an_experiment_is_checked() -> None:
-    classes = {cls for _, cls in _sections()} | {
-        type(v) for v in vars(RunSettings()).values() if dataclasses.is_dataclass(v)
-    }
+    classes = {table.settings for table in list_tables() if table.settings is not None}
     assert [cls.__name__ for cls in classes if not isinstance(cls, FieldChecks)] == []
-    for cls in classes:
+    for cls in classes - {Method}:
         assert "has no argument 'surely_unknown'" in refused(lambda cls=cls: cls(surely_unknown=1))
         assert list(inspect.signature(cls).parameters) == [f.name for f in dataclasses.fields(cls) if f.init]
 

@@ -242,10 +242,10 @@ def findings_of(runs):
     return [str(one) for one in state_findings(group_runs(runs))]
 
 
-def text_of(table, width=200):
-    """A comparison as a terminal shows it."""
+def text_of(table, width=200, all_tables=True):
+    """A comparison as a terminal shows it, by default with all its tables."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(render_terminal(table))
+    console.print(render_terminal(table, all_tables))
     return console.file.getvalue()
 
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_runs import main_of, rounds_of, rows_of, target_of, titles_of
+from report_runs import main_of, page_of, rounds_of, rows_of, target_of, text_of, titles_of
 from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.metrics import RunStatistics, estimate
+from fedlowrank.report.tables import to_markdown
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 
@@ -213,3 +214,25 @@ def test_last_usable_round_is_named(make_run):
     run = make_run(rounds=simple([[0.1], [0.5], [math.nan]]))
     assert main_of(run)["round"] == 1
     assert RunStatistics(run).status == "no finite accuracy after round 1"
+
+
+def test_the_best_round_by_validation_stands_beside_the_last(make_run, tmp_path):
+    tests = ([[0.1], [0.5], [0.6]], [[0.1], [0.7], [0.8]])
+    vals = ([[0.1], [0.9], [0.3]], [[0.1], [0.3], [0.9]])
+    runs = [make_run("a", s, rounds=simple(t, v)) for s, (t, v) in enumerate(zip(tests, vals, strict=True))]
+    table = comparison(runs)
+    # the second round of one seed, the last of the other; Student's t with one degree of freedom, 0.975 quantile
+    mean, half = (0.5 + 0.8) / 2, 12.7062 * (0.3 / math.sqrt(2)) / math.sqrt(2)
+    assert [c.title for c in table.summary.columns][:2] == ["test accuracy", "best by validation"]
+    assert table.summary.rows[0][2] == f"{100 * mean:.2f} ± {100 * half:.2f}"
+    (row,) = rows_of(table)
+    assert row["best_by_validation"] == pytest.approx(mean)
+    assert row["best_by_validation_ci95_seeds"] == pytest.approx(half, rel=1e-4)
+    for written in (text_of(table, all_tables=False), to_markdown(table), page_of(runs, tmp_path)):
+        assert "by validation" in written
+        assert f"{100 * mean:.2f} ± {100 * half:.2f}" in written
+
+
+def test_no_column_without_validation(make_run):
+    table = comparison([make_run("a", rounds=simple([[0.1], [0.5]], [[None], [None]]))])
+    assert "best by validation" not in [c.title for c in table.summary.columns]

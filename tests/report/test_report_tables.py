@@ -72,7 +72,12 @@ def test_costs_to_target_need_every_seed(make_run):
 def test_unfinished_runs_say_so(make_run, tmp_path):
     runs = [make_run("a", status={"state": "stopped", "rounds": 12, "message": "ctrl-c"})]
     table = comparison(runs)
-    for written in (text_of(table), to_markdown(table), page_of(runs, tmp_path), to_csv(table)):
+    for written in (
+        text_of(table, all_tables=False),
+        to_markdown(table),
+        page_of(runs, tmp_path),
+        to_csv(table),
+    ):
         assert "stopped at round 12" in written
 
 

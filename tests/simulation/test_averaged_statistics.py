@@ -106,9 +106,7 @@ def test_other_methods_whose_clients_use_the_server_s_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedbn", "ditto", "moon", "fedrep"])
 def test_it_is_refused_where_a_client_uses_another_model(name: str) -> None:
-    with pytest.raises(
-        TaskError, match=r"run.statistics = 'averaged': at a client, .* run.statistics = 'local'"
-    ):
+    with pytest.raises(TaskError, match=r"statistics = 'averaged': at a client, .* statistics = 'local'"):
         simulate(METHODS[name](drop_last=True), federation(), rounds=1, statistics="averaged")
 
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from fedlowrank import Federation, simulate
+from fedlowrank import EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.report import comparison
+from fedlowrank.report.tables import to_csv
 from fedlowrank.simulation.client_metrics import METRICS as NAMES
 from fedlowrank.simulation.client_metrics import compute, log_odds
 from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
@@ -236,7 +239,6 @@ def test_a_function_of_the_user_s(own: str) -> None:
         (["macro_f"], 0, "Did you mean 'macro_f1'"),
         (["loss"], 0, "loss is always measured"),
         (["ece", "ece"], 0, "'ece' twice"),
-        ([print], 0, "'module:print'"),
         (["auroc"], 1, "auroc is a metric of a classification, and these data are a regression"),
         (["rmse"], 0, "rmse is a metric of a regression.*macro_f1"),
         (["own_measures:absent"], 0, "'own_measures:absent' cannot be imported"),
@@ -367,3 +369,95 @@ def test_one_class_and_no_example_have_no_ranking() -> None:
 def test_top3_counts_ties_as_scikit_learn_and_not_for_the_model() -> None:
     s, y = np.zeros((12, 6)), np.arange(12) % 6
     assert compute("top3", NAMES["top3"], s, y) == pytest.approx(3 / 6)
+
+
+def worst_recall(scores: np.ndarray, targets: np.ndarray) -> float | None:
+    """The recall of the class that is recognized worst, by scikit-learn."""
+    if not len(np.unique(targets)) > 1:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return float(
+            sklearn.metrics.recall_score(
+                targets, scores.argmax(1), average=None, labels=np.unique(targets)
+            ).min()
+        )
+
+
+class Above:
+    """The share of outputs above a bound; a callable object."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def __call__(self, scores: np.ndarray, targets: np.ndarray) -> float:
+        return float((scores.max(1) > self.bound).mean())
+
+
+def test_functions_are_metrics(tmp_path: Path) -> None:
+    found = simulate(
+        "fedavg",
+        federation(),
+        rounds=2,
+        metrics=["macro_f1", worst_recall, Above(0.5)],
+        folder=tmp_path / "r",
+    )
+    assert list(found.rounds[-1].metrics or {}) == ["macro_f1", "worst_recall", "Above"]
+    for split in ("val", "test"):
+        for name, metric in (("worst_recall", worst_recall), ("Above", Above(0.5))):
+            got = (found.rounds[-1].metrics or {})[name]["personal"][split]
+            wanted = [metric(*both) if len(both[1]) else None for both in own_scores(found.run, split)]
+            assert [a is None for a in got] == [b is None for b in wanted]
+            assert [a for a in got if a is not None] == pytest.approx(
+                [b for b in wanted if b is not None], rel=1e-5
+            )
+    assert {"worst_recall", "Above"} <= {*found.to_frame()}
+    table = comparison([RunRecord.load(tmp_path / "r")])
+    assert [c.title for c in table.blocks["metrics"].columns] == ["macro F1", "worst recall", "Above"]
+    assert "metric_worst_recall" in to_csv(table)
+    more = simulate(
+        "fedavg", federation(), rounds=3, metrics=[worst_recall], folder=tmp_path / "r", resume=True
+    )
+    assert list(more.rounds[-1].metrics or {}) == ["worst_recall"]
+
+
+def f1_macro(scores: Any, targets: Any) -> float:
+    return 0.0
+
+
+def failing(scores: Any, targets: Any) -> float:
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        (worst_recall, r"metrics is a list, such as \[worst_recall\]"),
+        ([lambda scores, targets: 0.0], "has no name for tables; define it by def NAME"),
+        ([Above], r"Above is a class; pass an object of it, such as Above\(\)"),
+        ([f1_macro, f1_macro], "'f1_macro' as another one"),
+        ([type("accuracy", (Above,), {})(0.5)], "'accuracy' as something else"),
+        ([type("client", (Above,), {})(0.5)], "'client' as something else"),
+        ([failing], "'failing' must return a number or None, and failed on scores .* no such thing"),
+        ([worst_recall, 3], "value 0: input should be a valid string"),
+    ],
+)
+def test_functions_that_are_no_metrics(metrics: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        simulate("fedavg", federation(), rounds=1, metrics=metrics)
+
+
+@pytest.mark.parametrize(("lower_is_better", "stops"), [(False, 1), (True, 8)])
+def test_early_stopping_by_a_metric(lower_is_better: bool, stops: int) -> None:
+    rounds = iter(range(1000))
+
+    def falling(scores: Any, targets: Any) -> float:
+        return -float(next(rounds))
+
+    found = simulate(
+        "fedavg", federation(), rounds=8, metrics=[falling], evaluate_every=1,
+        on_round=EarlyStopping(1, metric="falling", lower_is_better=lower_is_better),
+    )  # fmt: skip
+    assert found.rounds[-1].round == stops
+    with pytest.raises(ConfigError, match="measures no metric and not 'falling'"):
+        simulate("fedavg", federation(), rounds=1, on_round=EarlyStopping(1, metric="falling"))

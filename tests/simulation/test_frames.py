@@ -15,7 +15,7 @@ from torch import nn
 
 from fedlowrank import SGD, Federation, average_by_examples, load_rounds, load_runs, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
-from fedlowrank.methods import Ditto
+from fedlowrank.methods import Ditto, FedAvg
 from fedlowrank.report import comparison
 from fedlowrank.simulation.frames import client_frame, rounds_frame
 from fedlowrank.simulation.progress import describe_record
@@ -221,3 +221,35 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         load_runs(tmp_path)
     with pytest.raises(CheckpointError, match="holds no run"):
         load_runs(tmp_path / "absent")
+
+
+def test_results_of_the_best_round_by_validation() -> None:
+    torch.manual_seed(0)  # of the model's initial values
+    x = torch.randn(60, 4)
+    # labels of validation and test that training does not explain, so that the best round is not the last
+    clients = [
+        {"train": (x[k::6], (x[k::6, 0] > 0).long()), "val": (x[k::6], (x[k::6, 1] > 0).long()),
+         "test": (x[k::6], (x[k::6, 2] > 0).long())}
+        for k in range(3)
+    ]  # fmt: skip
+    found = simulate(
+        FedAvg(optimizer=SGD(lr=0.5)),
+        Federation.from_arrays(clients, nn.Linear(4, 2)),
+        rounds=6,
+        evaluate_every=1,
+    )
+    means = [sum(r.accuracy["personal"]["val"]) / 3 for r in found.rounds if r.accuracy]
+    best = means.index(max(means))
+    assert (found.best_round, best < 6) == (best, True)
+    assert found.accuracy(at="best") == found.rounds[best].accuracy["personal"]["test"]
+    assert found.mean_accuracy(at="best") == pytest.approx(sum(found.accuracy(at="best")) / 3)
+    assert found.accuracy() == found.rounds[-1].accuracy["personal"]["test"]
+    with pytest.raises(ConfigError, match="Did you mean 'best'"):
+        found.mean_accuracy(at="bset")
+    without = simulate(
+        "fedavg",
+        Federation.from_arrays([{"train": c["train"], "test": c["test"]} for c in clients], nn.Linear(4, 2)),
+        rounds=1,
+    )
+    with pytest.raises(DataError, match="no client has validation examples"):
+        without.mean_accuracy(at="best")

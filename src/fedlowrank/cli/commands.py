@@ -20,11 +20,20 @@ from ..config.merging import LaidTables, parse_overrides
 from ..config.stored_run import open_run, read_run_config
 from ..config.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
 from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
-from ..core.files import as_checkpoint_error
+from ..core.files import as_checkpoint_error, write_atomically
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
 from ..network.account import ACCOUNT, prepare_resume
-from ..report import export_tensorboard, in_order, render_terminal, save_figures, write_report
+from ..report import (
+    Comparison,
+    export_tensorboard,
+    in_order,
+    render_terminal,
+    save_figures,
+    to_latex,
+    write_report,
+    write_values,
+)
 from ..report.style import EMBEDDED_FONTS, Width
 from ..simulation.export import write
 from ..simulation.records import RoundRecord, RunRecord, run_folders
@@ -54,7 +63,7 @@ def run(
     folder = out or Path("runs") / experiment.name / f"{name}-s{experiment.run.seed}"
     experiment.build_method(name)
     if folder.exists() and not force:
-        raise CheckpointError(RunFolder.taken(folder))
+        raise RunFolder.taken(folder)
     _mention_network(experiment, overrides)
     federation = experiment.federation()
     _show_data(federation)
@@ -166,9 +175,9 @@ def run_planned(planned: Sequence[PlannedRun], jobs: int, force: bool) -> list[O
                 said=said,
             )
         except TaskError as error:
-            state, message = "refused", str(error)
+            state, message = "refused", error.for_command
         except NonFiniteError as error:
-            state, message = "diverged", str(error)
+            state, message = "diverged", error.for_command
         outcomes.append(Outcome(one, state, message))
     return outcomes
 
@@ -232,10 +241,25 @@ def report(
     figures: Path | None,
     width: Width,
     tables: bool = False,
+    latex: Path | None = None,
+    csv: Path | None = None,
 ) -> int:
     """Write the report of run folders."""
     records = in_order([RunRecord.load(f) for f in run_folders(folders)])
-    write_comparison(records, out, target, tables)
+    for option, path in (("--latex", latex), ("--csv", csv)):
+        if path is not None and path.resolve() in {
+            out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")
+        }:
+            raise ConfigError(f"{option} {path} is a file of the report itself; choose another name")
+    table = write_comparison(records, out, target, tables)
+    if latex is not None:
+        with as_checkpoint_error(f"cannot make {latex.parent}"):
+            latex.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(latex, to_latex(table, tables).encode())
+        OUT.print(f"LaTeX: {latex}")
+    if csv is not None:
+        write_values(records, csv)
+        OUT.print(f"every value: {csv}")
     for record in records if tensorboard else ():
         with as_checkpoint_error(f"cannot write {tensorboard}"):
             export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
@@ -246,12 +270,14 @@ def report(
 
 def write_comparison(
     records: Sequence[RunRecord], page: Path, target: float | None, tables: bool = False
-) -> None:
+) -> Comparison:
     """Write the report of runs and print its results; with ``tables`` all its tables."""
     command = shlex.join(["fedlowrank", *sys.argv[1:]])
-    OUT.print(render_terminal(write_report(records, page, target=target, command=command), tables))
+    table = write_report(records, page, target=target, command=command)
+    OUT.print(render_terminal(table, tables))
     OUT.print(f"report: {page}")
     OUT.print(f"costs, further tables and all definitions: {page.with_suffix('.md')}")
+    return table
 
 
 def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:

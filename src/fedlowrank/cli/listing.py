@@ -1,4 +1,4 @@
-"""The command ``list``. Without a method it reads a catalog and imports no torch, so it answers at once."""
+"""The commands ``list`` and ``fields``. Without a method ``list`` reads a catalog and imports no torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,22 @@ def show_list(name: str | None, trust: bool) -> int:
         raise ConfigError(f"there is no method, model or data source {name!r}. {near}")
     found = [kinds[name]] if name in kinds else [_keep_rows(section, name) for section in sections]
     _print_tables([section for section in found if section["rows"]])
-    OUT.print("`fedlowrank run --help` lists the fields of every section of an experiment file.")
+    OUT.print("`fedlowrank fields` lists the fields of every section of an experiment file.")
+    return 0
+
+
+def show_fields(section: str | None) -> int:
+    """Print the fields of an experiment file, their defaults and what they mean.
+
+    Args:
+        section: a section, table or field, such as ``run.privacy``; None for all.
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    from ..config.field_help import format_field_help
+
+    print(strip_markup(format_field_help((section or "").strip("[] "))))
     return 0
 
 

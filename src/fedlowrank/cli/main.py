@@ -17,10 +17,14 @@ from typing import Any
 from ..core.errors import FedlowrankError, did_you_mean
 from ..core.version import __version__
 
-OVERRIDES = "section.field=value, laid over the file: run.rounds=20, defaults.optimizer.lr=0.05"
+OVERRIDES = "laid over the file: run.rounds=20 defaults.optimizer.lr=0.05"
 JOBS = "runs at a time, each in a process that loads the data itself (default: %(default)s)"
 METHOD = "a built-in name, a variant of the file or package.module:Class, instead of the file's"
 TABLES = "print all tables, costs among them, not only the results"
+FILE = "experiment file (TOML); over a network the same for all"
+USAGE = "fedlowrank %s [options] FILE [SECTION.FIELD=VALUE ...]"
+FIELDS = """All fields of a file: fedlowrank fields. Those of one part: fedlowrank fields run,
+fedlowrank fields run.privacy, fedlowrank fields methods.floral."""
 LOG = "write the numbers of each round as it ends: tensorboard, wandb, mlflow, comma-separated"
 
 
@@ -40,22 +44,11 @@ class _Once(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     """Refuses an option that is given twice, and names the word that was meant instead of an unknown one."""
 
-    explains_fields = False
-    """Whether the help ends with the fields of an experiment file."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **kwargs)
         for action in (None, "store"):
             self.register("action", action, _Once)
-
-    def format_help(self) -> str:
-        """Format the help; what it says of fields is gathered only here, for that takes long."""
-        if self.explains_fields:
-            from ..config.field_help import format_field_help
-
-            self.epilog = format_field_help()
-        return super().format_help()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -83,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
     several = _Parser(add_help=False, parents=[common])
     several.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or their parents")
     experiment = _Parser(add_help=False, parents=[common])
-    experiment.add_argument("file", type=Path, help="experiment file (TOML); over a network the same for all")
-    experiment.add_argument("overrides", nargs="*", help=OVERRIDES)
+    experiment.add_argument("file", type=Path, metavar="FILE", help=FILE)
+    experiment.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help=OVERRIDES)
     network = _Parser(add_help=False, parents=[experiment])
     network.add_argument("--method", help=METHOD)
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -93,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
         """Add a command; what is returned adds its options."""
         made = sub.add_parser(name, help=about, parents=[parent])
         made.set_defaults(function=function)
-        made.explains_fields = parent is experiment
+        if parent in (experiment, network):
+            made.usage, made.epilog = USAGE % name, FIELDS
         return made.add_argument
 
     add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
@@ -107,6 +101,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="which methods go with secure sums, robust means, privacy, compression",
     )
+
+    add = command(
+        "fields", "listing:show_fields", common, "the fields of an experiment file, and what they mean"
+    )
+    add("section", nargs="?", help="only this section, table or field, such as run.privacy or methods.floral")
+
+    add = command("new", "new:new", common, "a folder with an experiment, a model, data, a metric and a test")
+    add("path", type=Path, metavar="NAME", help="of the folder to be made")
 
     add = command("bench", "bench:bench", common, "time rounds on this machine against plain PyTorch")
     add("--models", type=_split, help="comma-separated (default: all)")
@@ -125,9 +127,8 @@ def parser() -> argparse.ArgumentParser:
     add = command("compare", "commands:compare", experiment, "run several methods, seeds and settings")
     add("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
     add("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
-    add("--vary", action="append", default=[], help="section.field=v1,v2,...: run everything for each value "
-        "(default: the file's vary). May be repeated for a grid: --vary A=1,2 --vary B=3,4 runs all 4 "
-        "combinations")  # fmt: skip
+    add("--vary", action="append", default=[], help="section.field=v1,v2: run everything for each value; given "
+        "twice, for all combinations (default: the file's vary)")  # fmt: skip
     add("--jobs", type=int, default=1, help=JOBS)
     add("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
@@ -153,6 +154,13 @@ def parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
     add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     add("--tables", action="store_true", help=TABLES)
+    add(
+        "--latex",
+        type=Path,
+        metavar="FILE",
+        help="also write the results as LaTeX (booktabs); with --tables all",
+    )
+    add("--csv", type=Path, metavar="FILE", help="also write every value: run, round, client, metric, ...")
     add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
     add("--figures", type=Path, help="also write every figure to this folder, as .svg, .pdf and .png")
     add("--width", choices=["page", "column"], default="page",
@@ -269,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FedlowrankError as error:
         if args.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.for_command}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         from .terminal import INTERRUPT_HINTS

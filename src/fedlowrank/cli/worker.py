@@ -71,11 +71,11 @@ class _Worker:
         try:
             self._run(request)
         except TaskError as error:
-            return {"state": "refused", "message": str(error)}
+            return {"state": "refused", "message": error.for_command}
         except NonFiniteError as error:
-            return {"state": "diverged", "message": str(error)}
+            return {"state": "diverged", "message": error.for_command}
         except FedlowrankError as error:
-            return {"state": "failed", "message": str(error)}
+            return {"state": "failed", "message": error.for_command}
         except Exception:  # noqa: BLE001 - whatever a user's method raises is shown with the name of the run
             return {"state": "failed", "message": traceback.format_exc().strip()}
         return {"state": "finished", "message": ""}

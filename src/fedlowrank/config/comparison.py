@@ -94,11 +94,16 @@ def _join_varied(laid: LaidTables, texts: Mapping[str, str]) -> LaidTables:
     """Add the values of one run; a ConfigError where an override sets one of the varied fields."""
     for field in texts:
         if field == "run.seed":
-            raise ConfigError("run.seed cannot be varied: name the seeds by --seeds, such as --seeds 0,1")
+            raise ConfigError(
+                "run.seed cannot be varied:",
+                python="name the seeds, such as seeds=[0, 1].",
+                command="name the seeds by --seeds, such as --seeds 0,1",
+            )
         if laid.overrides_field(field):
             raise ConfigError(
-                f"{field}: nothing reads this override, for the field is varied. Leave it out, or vary it over "
-                f"other values by --vary {field}=..."
+                f"{field}: nothing reads this override, for the field is varied. Leave it out,",
+                python=f"or vary it over other values: {field}=...",
+                command=f"or vary it over other values by --vary {field}=...",
             )
     return laid.join([f"{field}={value}" for field, value in texts.items()])
 
@@ -112,7 +117,7 @@ def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
     parsed = [parse_variation(text) for text in vary]
     fields = [field for field, _ in parsed]
     if twice := [field for field in fields if fields.count(field) > 1]:
-        raise ConfigError(f"--vary names {twice[0]} twice; put all its values into one, separated by commas")
+        raise ConfigError(f"vary names {twice[0]} twice; put all its values into one, separated by commas")
     chosen = itertools.product(*(values for _, values in parsed))
     return [dict(zip(fields, values, strict=True)) for values in chosen]
 
@@ -126,8 +131,10 @@ def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
     for one in runs:
         if changes := find_changes(one):
             raise CheckpointError(
-                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another "
-                "folder for the comparison with -o, or pass --force to move such runs aside and train anew."
+                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder for "
+                "the comparison",
+                python="or move it aside (RunFolder.move_aside).",
+                command="with -o, or pass --force to move such runs aside and train anew.",
             )
 
 

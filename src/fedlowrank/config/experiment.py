@@ -325,13 +325,15 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         if not name and not self.method and not self.compare:
             raise ConfigError(
-                'the experiment names no method. Choose one, such as --method fedavg, or write method = "fedavg" at '
-                "the top of the file; `fedlowrank list` shows all."
+                'the experiment names no method. Write method = "fedavg" at the top of the file,',
+                python="or pass a name; fedlowrank.METHODS has all.",
+                command="or choose one, such as --method fedavg; `fedlowrank list` shows all.",
             )
         if not name and not self.method and len(self.compare) > 1:
             raise ConfigError(
-                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. "
-                f"Choose one, such as --method {self.compare[0]}, or run them all by `fedlowrank compare`."
+                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run.",
+                python=f"Pass one of them, such as {self.compare[0]!r}.",
+                command=f"Choose one, such as --method {self.compare[0]}, or run them all by `fedlowrank compare`.",
             )
         return name or self.default_method
 
@@ -441,6 +443,8 @@ def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, An
 def _refuse_code(names: Sequence[str]) -> None:
     if names:
         raise ConfigError(
-            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and "
-            "run. If you trust this run folder, add --allow-code."
+            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and run. "
+            "If you trust this run folder,",
+            python="pass allow_code=True.",
+            command="add --allow-code.",
         )

@@ -219,7 +219,7 @@ def parse_variation(text: str) -> tuple[str, list[str]]:
     """
     name, sign, values = text.partition("=")
     if not (sign and values and name.strip()):
-        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.rounds=10,20; not {text!r}")
+        raise ConfigError(f"vary takes section.field=v1,v2,..., such as run.rounds=10,20; not {text!r}")
     return name.strip(), [value.strip() for value in values.split(",")]
 
 

@@ -39,7 +39,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ConfigError(f"{path} nests arrays or tables too deeply to be read; write it flatter") from error
     if not found:
-        raise ConfigError(f"{path} holds no settings; `fedlowrank run --help` lists them")
+        raise ConfigError(f"{path} holds no settings; `fedlowrank fields` lists them")
     for key, value in _strings(found, ""):
         if wrong := find_escaped_path(value):
             raise ConfigError(f"{path}: {key} {wrong}")

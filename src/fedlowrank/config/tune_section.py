@@ -59,8 +59,8 @@ class TuneSettings(CheckedFields):
                 if name.partition(".")[0] in _SECTIONS:
                     raise ConfigError(
                         f"tune.{path}.{name}: a grid holds fields of methods, such as mu or optimizer.lr, "
-                        "without a section before them. Vary settings of other sections by `fedlowrank "
-                        "compare --vary`."
+                        "without a section before them. Vary settings of other sections in a comparison: "
+                        f'vary = ["{name}=..."]'
                     )
 
     def grid_of(self, method: str) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,23 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class FedlowrankError(Exception):
-    """Any mistake that the caller can mend. The command line prints its message without a traceback."""
+    """Any mistake that the caller can mend.
+
+    Its text advises a caller in Python. The command line prints :attr:`for_command` instead, without a traceback.
+
+    Args:
+        message: what is wrong, where, and what to do wherever the caller is.
+        python: what to do in Python; follows the message.
+        command: what to type on the command line instead.
+    """
+
+    def __init__(self, message: str = "", *, python: str = "", command: str = "") -> None:
+        super().__init__(f"{message} {python}".strip())
+        self.for_command = f"{message} {command or python}".strip()
+
+    def drop_prefix(self, prefix: re.Pattern[str]) -> None:
+        """Leave out of the text for Python what a pattern finds, such as the table before a field's name."""
+        self.args = (prefix.sub("", str(self)), *self.args[1:])
 
 
 class ConfigError(FedlowrankError):

@@ -26,7 +26,7 @@ _SCALARS: dict[Any, str] = {
     float: "a valid number",
     str: "a valid string",
 }
-_ALIASES = {"learning_rate": "lr"}
+ALIASES = {"learning_rate": "lr", "local_epochs": "epochs"}
 """Names that other libraries give to arguments."""
 _DEPTH = 3
 """How many settings below a class an argument is looked for that the class does not have."""
@@ -347,7 +347,7 @@ def _unknown(
     if difflib.get_close_matches(name, known, n=1, cutoff=0.75):
         return f"{what}. {did_you_mean(name, known)}"
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if cls is not None else {}
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     shown = _show(value)
     if found := _find_deeper(hints, defaults, name, shown, 1):
         return f"{what}. Did you mean {found}?"
@@ -360,15 +360,44 @@ def _unknown(
     return f"{what}. {did_you_mean(name, known)}"
 
 
-def find_argument(cls: type[Any], name: str, value: Any) -> str | None:
-    """The argument of settings or of settings below them that has a name, as ``optimizer=SGD(lr=0.1)``."""
+def find_argument(cls: type[Any], name: str, value: Any, given: Any = None) -> str | None:
+    """The argument of settings or of settings below them that has a name, as ``optimizer=SGD(lr=0.1)``.
+
+    Args:
+        cls: the settings.
+        name: of the argument.
+        value: of it, as it is written.
+        given: an object of the settings, whose own settings come first where a field takes several.
+    """
     hints = _hints_of(cls)
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     if name in hints:
-        return f"{name}={_show(value)}"
+        return _write_argument(name, hints[name], value)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)} if hints else {}
+    defaults |= {field: getattr(given, field) for field in hints if given is not None}
     found = (_find_deeper(hints, defaults, name, _show(value), depth) for depth in range(1, _DEPTH + 1))
     return next((one for one in found if one), None)
+
+
+def _write_argument(name: str, hint: Any, value: Any) -> str:
+    """An argument as it is written; where settings are needed and the value is none, with their class."""
+    try:
+        _fit(hint, value)
+    except _WrongValueError:
+        if written := _hint_at_settings(name, hint, value).removeprefix(". Write "):
+            return written
+        if settings := _settings_in(hint):
+            return f"{name}={settings[0].__name__}(...)"
+    return f"{name}={_show(value)}"
+
+
+def list_arguments(cls: type[Any]) -> list[str]:
+    """Names of the arguments of settings, and of the settings that these take."""
+    hints = _hints_of(cls)
+    return [
+        *hints,
+        *(name for hint in hints.values() for kind in _settings_in(hint) for name in _hints_of(kind)),
+    ]
 
 
 def _find_deeper(

@@ -128,8 +128,10 @@ class RayPool:
             if not waiting or not self._ray.wait(waiting, timeout=START)[0]:
                 raise WorkerError(
                     f"no worker of the Ray cluster is left, and none starts within {START:.0f} s. `ray "
-                    "status` shows its machines; add one by `ray start --address=...`, and go on by "
-                    f"`fedlowrank resume`, or set run.engine to 'processes'. {why}"
+                    f"status` shows its machines; add one by `ray start --address=...`, or set run.engine to "
+                    f"'processes'. {why}",
+                    python="Go on by simulate(..., resume=True).",
+                    command="Go on by `fedlowrank resume`.",
                 )
             why = self.welcome() or why
 

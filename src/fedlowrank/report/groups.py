@@ -76,6 +76,12 @@ class RunGroup:
         """Mean result of a series at the last evaluated round, over seeds."""
         return estimate(self.results(series, measure)["last"])
 
+    def best_by_validation(
+        self, series: str | None = None, measure: Measure | None = None
+    ) -> Estimate | None:
+        """Mean result of a series at each run's best round by validation, over seeds; None without validation."""
+        return estimate(self.results(series, measure)["best_by_validation"])
+
     def curve(
         self, series: str | None = None, measure: Measure | None = None, *, unseen: bool = False
     ) -> pd.DataFrame:  # fmt: skip

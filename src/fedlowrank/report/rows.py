@@ -96,7 +96,7 @@ def comparison_row(group: RunGroup) -> Row:
 def _results(group: RunGroup, measure: Measure) -> Row:
     """What a measure says about the headline of a group."""
     results = group.results(measure=measure)
-    final = group.final(measure=measure)
+    final, best = group.final(measure=measure), group.best_by_validation(measure=measure)
     means: Row = {
         name: _mean(results[name])
         for name in (
@@ -110,6 +110,7 @@ def _results(group: RunGroup, measure: Measure) -> Row:
         "last": final.mean if final else None,
         "std_seeds": final.std if final else None,
         "ci95_seeds": final.ci if final else None,
+        "best_by_validation_ci95_seeds": best.ci if best else None,
         **{best_test if name == "best_test" else name: value for name, value in means.items()},
     }
     return {measure.column(name): value for name, value in row.items()}

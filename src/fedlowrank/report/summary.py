@@ -24,7 +24,7 @@ def make_table(title: str, labels: Sequence[str], columns: Sequence[Cells]) -> T
 
 
 def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequence[str]) -> TextTable:
-    """Result, difference from the best, its p-value, and bytes sent of each group.
+    """Result, that of the best round by validation, difference from the best, its p-value, and bytes of each group.
 
     Args:
         frame: exact values, one row a group, in the order of ``labels``.
@@ -54,6 +54,16 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
             [_format_result(*results[key]) if key in results else MISSING for key in keys],
         )
     ]
+    chosen = {
+        _key(g): (f.measure, one) for f in families for g, _ in f.ranked if (one := g.best_by_validation())
+    }
+    if chosen:
+        best_round = "highest mean validation accuracy"
+        if any(measure.is_loss for measure in measures):
+            best_round = "best mean validation result"
+        note = f"mean {noun} at the round of the {best_round}, the earliest on ties, which is no choice by test examples"
+        cells = [_format_result(*chosen[key]) if key in chosen else MISSING for key in keys]
+        columns.append((Column("best by validation", unit, note), cells))
     if len(counts) > 1:
         numbers = [str(results[key][1].n) if key in results else MISSING for key in keys]
         columns.append((Column("seeds"), numbers))
@@ -78,6 +88,9 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
     columns.append(
         (Column("sent", note="bytes of all messages, both ways; units of 1000", is_wide=True), sent)
     )
+    if frame["status"].notna().any():
+        status = frame["status"].fillna("").astype(str).tolist()
+        columns.append((Column("status", note="runs that are not finished", align="left"), status))
     table = make_table("Results", labels, columns)
     bold = frozenset((y, 1) for y, key in enumerate(keys) if key in best)
     is_one_method = any(len({g.vary for g, _ in family.ranked}) > 1 for family in families)

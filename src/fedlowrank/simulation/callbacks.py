@@ -65,19 +65,32 @@ class EarlyStopping(Callback):
     Args:
         patience: evaluations in a row without a better one after which the run ends.
         min_delta: an evaluation is better if it exceeds the best one by more than this, in units of the
-            accuracy in [0, 1], or of the loss.
+            accuracy in [0, 1], of the loss, or of the metric.
+        metric: one of the run's ``metrics`` that counts instead: its mean over the clients' validation examples.
+        lower_is_better: whether a smaller value of this metric is better, as of an error.
 
     Raises:
-        ConfigError: if a number is out of its bounds, or no client has validation examples.
+        ConfigError: if a number is out of its bounds, no client has validation examples, or the run does not
+            measure the metric.
     """
 
     @check_arguments
-    def __init__(self, patience: int = 10, min_delta: float = 0.0) -> None:
+    def __init__(
+        self,
+        patience: int = 10,
+        min_delta: float = 0.0,
+        *,
+        metric: str | None = None,
+        lower_is_better: bool = False,
+    ) -> None:
         if patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be >= 1; it is {patience}")
         if not 0 <= min_delta < float("inf"):
             raise ConfigError(f"EarlyStopping: min_delta must be >= 0; it is {min_delta}")
+        if lower_is_better and metric is None:
+            raise ConfigError("EarlyStopping: lower_is_better is about a metric; name it by metric=...")
         self.patience, self.min_delta = patience, min_delta
+        self.metric, self.sign = metric, -1.0 if lower_is_better else 1.0
         self._best: float | None = None
         self._best_round, self._waited = 0, 0
 
@@ -95,7 +108,7 @@ class EarlyStopping(Callback):
 
     def __call__(self, record: RoundRecord) -> bool:
         """Count an evaluation."""
-        value = record.validation()
+        value = self._value(record)
         if value is None:
             if record.risk is not None:
                 raise ConfigError(NEEDS_VALIDATION)
@@ -105,6 +118,19 @@ class EarlyStopping(Callback):
         else:
             self._waited += 1
         return self._waited >= self.patience
+
+    def _value(self, record: RoundRecord) -> float | None:
+        """What counts of an evaluation, higher is better; None without evaluation or validation examples."""
+        if self.metric is None or record.risk is None:
+            return record.validation()
+        known = record.metrics or {}
+        if self.metric not in known:
+            measured = ", ".join(known) or "no metric"
+            raise ConfigError(
+                f"EarlyStopping: the run measures {measured} and not {self.metric!r}: add it to metrics"
+            )
+        value = record.mean("val", metric=self.metric)
+        return None if value is None else self.sign * value
 
 
 class CallbackList:

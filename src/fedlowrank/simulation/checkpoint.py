@@ -64,8 +64,9 @@ class _File:
         if digest_of(found) != entry.digest:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: a state has another digest than when it was "
-                "written. Restore it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN "
-                "--round N)."
+                "written.",
+                python="Restore it from a copy, or train anew in another folder.",
+                command="Restore it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN --round N).",
             )
         return found
 

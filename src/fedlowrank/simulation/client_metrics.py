@@ -12,7 +12,7 @@ precision rank examples by :func:`log_odds`, because probabilities of confident 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -303,8 +303,59 @@ def check_names(given: Any) -> tuple[str, ...]:
     return names
 
 
+OwnMetrics = Mapping[str, Callable[..., Any]]
+"""Functions ``metric(scores, targets)`` of a user, by name."""
+
+RESERVED = ("round", "client", "unseen", "hostile", "series", "split", "n", "accuracy", "loss")
+"""Columns of tables of results, so no name of a metric."""
+
+
+def split_metrics(given: Any) -> tuple[Any, OwnMetrics]:
+    """Split the metrics that are passed in Python into names, and functions by their names.
+
+    Args:
+        given: names of metrics, and functions ``metric(scores, targets)``.
+
+    Raises:
+        ConfigError: if a function has no name of its own, or the name of something else.
+    """
+    if callable(given):
+        raise ConfigError(f"run.metrics is a list, such as [{_name_of(given)}]")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return given, {}
+    names: list[Any] = []
+    own: dict[str, Callable[..., Any]] = {}
+    for one in given:
+        if not callable(one):
+            names.append(one)
+            continue
+        name = _name_of(one)
+        if isinstance(one, type):
+            raise ConfigError(f"run.metrics: {name} is a class; pass an object of it, such as {name}()")
+        if not name.isidentifier():
+            raise ConfigError(
+                f"run.metrics: {name} has no name for tables; define it by def NAME(scores, targets)"
+            )
+        if name in METRICS or name in RESERVED or name in own:
+            raise ConfigError(
+                f"run.metrics: a function is called {name!r} as {'another one' if name in own else 'something else'} "
+                "in tables of results; rename it"
+            )
+        own[name] = one
+    return names, own
+
+
+def _name_of(function: Any) -> str:
+    """The name of a function; of a callable object without one that of its class."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def choose_metrics(
-    names: Sequence[str], examples: Examples, classes: int, loss: Loss = AUTO
+    names: Sequence[str],
+    examples: Examples,
+    classes: int,
+    loss: Loss = AUTO,
+    own: OwnMetrics | None = None,
 ) -> dict[str, Metric]:
     """The metrics of those names, for a task.
 
@@ -313,17 +364,19 @@ def choose_metrics(
         examples: of any client, for the form of its labels.
         classes: number of classes; 0 for a regression.
         loss: of the task, which says whether real targets are several labels an example.
+        own: functions of the user by name.
 
     Raises:
         ConfigError: if a metric does not fit the task, or its function cannot be imported.
     """
-    if names and loss.predicts_tokens(examples.y):
+    if (names or own) and loss.predicts_tokens(examples.y):
         raise ConfigError(
             "run.metrics needs one label for each example, and language models have one for each token; "
             "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
             "models write."
         )
-    chosen = {name: METRICS[name] if name in METRICS else _own_metric(name) for name in names}
+    chosen = {name: METRICS[name] if name in METRICS else _import_metric(name) for name in names}
+    chosen |= {name: _own_metric(function) for name, function in (own or {}).items()}
     task = "regression" if examples.regression else "classes"
     if loss.is_binary(examples.y):
         task = "labels"
@@ -386,8 +439,12 @@ def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float 
         ) from error
 
 
-def _own_metric(name: str) -> Metric:
+def _import_metric(name: str) -> Metric:
     function = import_named(name, "run.metrics")
     if not callable(function):
         raise ConfigError(f"run.metrics: {name!r} is a {type(function).__name__} and not a function")
+    return _own_metric(function)
+
+
+def _own_metric(function: Callable[..., Any]) -> Metric:
     return Metric("", function, "any", (-math.inf, math.inf))

@@ -223,19 +223,28 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
     _require_series(series, _series_of(record.rounds for _, record in found), f"no run in {folder}")
     parts = []
     for name, record in found:
-        unseen, hostile = (
-            {row.get("id", i) for i, row in enumerate(record.clients) if row.get(flag)}
-            for flag in ("unseen", "hostile")
-        )
-        if series not in (None, ALL, *_series_of([record.rounds])):
-            continue
-        examples = {split: [row.get(split) for row in record.clients] for split in ("train", "val", "test")}
-        frame = client_frame(
-            record.rounds, len(record.clients), unseen, hostile, last=last, series=series, examples=examples,
-            client_names=[row.get("name", "") for row in record.clients],
-        )  # fmt: skip
-        parts.append(_labeled(frame, name, record))
+        if series in (None, ALL, *_series_of([record.rounds])):
+            parts.append(_labeled(run_frame(record, last=last, series=series), name, record))
     return _joined(parts)
+
+
+def run_frame(record: RunRecord, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
+    """The table of :func:`client_frame` of a run that was read from its folder.
+
+    Args:
+        record: of the run.
+        last: keep only the last evaluated round.
+        series: see :func:`client_frame`.
+    """
+    unseen, hostile = (
+        {row.get("id", i) for i, row in enumerate(record.clients) if row.get(flag)}
+        for flag in ("unseen", "hostile")
+    )
+    examples = {split: [row.get(split) for row in record.clients] for split in ("train", "val", "test")}
+    return client_frame(
+        record.rounds, len(record.clients), unseen, hostile, last=last, series=series, examples=examples,
+        client_names=[row.get("name", "") for row in record.clients],
+    )  # fmt: skip
 
 
 def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:

@@ -174,17 +174,20 @@ class RoundRecord:
                 return sign * mean
         return None
 
-    def mean(self, split: str, *, is_loss: bool = False) -> float | None:
-        """Mean accuracy or loss of the headline over the clients that can train and are not hostile.
+    def mean(self, split: str, *, is_loss: bool = False, metric: str | None = None) -> float | None:
+        """Mean accuracy, loss or further metric of the headline over the clients that can train and are not hostile.
 
         Args:
             split: ``"test"`` or ``"val"``.
             is_loss: the loss and not the accuracy.
+            metric: one of ``metrics`` instead of both.
 
         Returns:
             It; None if the models were not evaluated, or no such client has a number.
         """
         measured, apart = self.risk if is_loss else self.accuracy, set(self.apart or ())
+        if metric is not None:
+            measured = (self.metrics or {}).get(metric)
         values = next(iter((measured or {}).values()), {}).get(split, [])
         known = [v for client, v in enumerate(values) if v is not None and client not in apart]
         return sum(known) / len(known) if known else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -31,8 +31,27 @@ class Result:
     run: Run
     rounds: list[RoundRecord]
 
-    def accuracy(self, split: str = "test", series: str | None = None) -> list[float | None]:
-        """Accuracy of every client after the last round.
+    @property
+    def best_round(self) -> int:
+        """The round with the best mean validation accuracy (of a regression: loss), the earliest on ties.
+
+        Raises:
+            DataError: if no client has validation examples.
+        """
+        known = [
+            (value, -record.round) for record in self.rounds if (value := record.validation()) is not None
+        ]
+        if not known:
+            raise DataError(
+                "there is no best round by validation, because no client has validation examples: make the "
+                "federation with val=0.1, or use the last round"
+            )
+        return -max(known)[1]
+
+    def accuracy(
+        self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
+    ) -> list[float | None]:
+        """Accuracy of every client after the last round, or after the best one by validation.
 
         None stands for a client without examples in that split, or one that was not evaluated
         (``evaluate_clients``).
@@ -40,11 +59,18 @@ class Result:
         Args:
             split: ``"test"`` or ``"val"``.
             series: of a method that has several; by default its headline.
+            at: ``"last"``, or ``"best"`` for :attr:`best_round`.
 
         Raises:
             ConfigError: if there is no such split or series.
+            DataError: if there is no best round.
         """
-        found = self.rounds[-1].accuracy or {}
+        if at not in ("last", "best"):
+            raise ConfigError(f"at: {at!r} is no choice. {did_you_mean(str(at), ('last', 'best'))}")
+        record = (
+            next(r for r in self.rounds if r.round == self.best_round) if at == "best" else self.rounds[-1]
+        )
+        found = record.accuracy or {}
         name = next(iter(found), "") if series is None else series
         if name not in found:
             raise ConfigError(f"{self.run.method.title} has no series {name!r}. {did_you_mean(name, found)}")
@@ -52,7 +78,9 @@ class Result:
             raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, found[name])}")
         return found[name][split]
 
-    def mean_accuracy(self, split: str = "test", series: str | None = None) -> float:
+    def mean_accuracy(
+        self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
+    ) -> float:
         """Mean of :meth:`accuracy` over the clients that can train.
 
         Clients that never train (``unseen``) and hostile ones (``attack``) are left out.
@@ -60,12 +88,14 @@ class Result:
         Args:
             split: ``"test"`` or ``"val"``.
             series: of a method that has several; by default its headline.
+            at: ``"last"``, or ``"best"`` for :attr:`best_round`.
 
         Raises:
             ConfigError: if there is no such split or series.
-            DataError: if no client has an accuracy: the task is a regression, or the split has no examples.
+            DataError: if there is no best round, or no client has an accuracy: the task is a regression, or the
+                split has no examples.
         """
-        found = self.accuracy(split, series)
+        found = self.accuracy(split, series, at)
         known = [a for i, a in enumerate(found) if a is not None and i not in self.run.apart]
         if not known:
             cause = f"no client has examples in the split {split!r}"

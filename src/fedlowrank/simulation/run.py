@@ -22,7 +22,7 @@ from ..trust.budget import Budget
 from ..trust.protection import protect
 from .averaged_statistics import average_statistics
 from .backdoor import backdoor_success
-from .client_metrics import choose_metrics
+from .client_metrics import OwnMetrics, choose_metrics
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .devices import DeviceClock, RoundTiming
@@ -67,6 +67,7 @@ class Run:
         settings: the protocol.
         engine: how the clients of a round are executed.
         plan: of the run that goes on; None for a new run, which is planned by its rounds.
+        own_metrics: functions that are measured besides ``run.metrics``.
 
     Attributes:
         plan: what follows from the number of rounds with which the run began.
@@ -97,6 +98,7 @@ class Run:
         settings: RunSettings,
         engine: Engine,
         plan: Plan | None = None,
+        own_metrics: OwnMetrics | None = None,
     ) -> None:
         plan = plan or Plan.of(settings.rounds)
         self.trust = settings.trust
@@ -136,7 +138,7 @@ class Run:
                 f"{count} clients are drawn; raise run.participation or lower robust.hostile"
             )
         form = self.federation.clients[0].train
-        metrics = choose_metrics(settings.metrics, form, self.task.classes, self.task.loss)
+        metrics = choose_metrics(settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
         self.evaluator = Evaluator(self.method, self.federation, self.task, engine, metrics)
         self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()

@@ -103,7 +103,7 @@ class RunFolder:
         """
         if self.path.exists():
             if not force:
-                raise CheckpointError(self.taken(self.path))
+                raise self.taken(self.path)
             self.move_aside(self.path)
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
@@ -115,15 +115,17 @@ class RunFolder:
         write_config(self.path, self.config)
 
     @staticmethod
-    def taken(path: Path) -> str:
-        """What to say of a folder that exists where a run is to begin."""
-        go_on = (
-            f" Go on with it by `fedlowrank resume {path}`,"
-            if RunFolder.has_begun(path)
-            else " It holds no run to go on with:"
+    def taken(path: Path) -> CheckpointError:
+        """The error about a folder that exists where a run is to begin."""
+        begun = RunFolder.has_begun(path)
+        resume = (
+            f"Go on with it by `fedlowrank resume {path}`," if begun else "It holds no run to go on with:"
         )
-        return (
-            f"{path} exists already.{go_on} choose another folder with -o, or pass --force to move it aside."
+        return CheckpointError(
+            f"{path} exists already.",
+            python=f"{'Go on with it by resume=True,' if begun else 'It holds no run to go on with:'} choose another "
+            "folder, or pass force=True to move it aside.",
+            command=f"{resume} choose another folder with -o, or pass --force to move it aside.",
         )
 
     @staticmethod

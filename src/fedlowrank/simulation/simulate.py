@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ..core.errors import CheckpointError, ConfigError, did_you_mean
-from ..core.field_checks import check_arguments, find_argument
+from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
+from ..core.field_checks import ALIASES, check_arguments, find_argument, list_arguments
 from ..core.losses import AUTO, Loss
 from ..core.method import Method
 from ..data.federation import Federation
@@ -20,6 +24,7 @@ from ..methods import METHODS
 from ..models.architecture import Architecture
 from ..models.fingerprint import describe_callable
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
+from .client_metrics import split_metrics
 from .loggers import check_loggers
 from .plan import Plan
 from .result import Result
@@ -29,7 +34,29 @@ from .run_folder import RunFolder
 from .settings import RunSettings
 from .stored_settings import unwrapped
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+_TABLE = re.compile(rf"\brun\.(?=(?:{'|'.join(f.name for f in dataclasses.fields(RunSettings))})\b)")
+"""How messages call the table of an experiment file whose fields :func:`simulate` takes as arguments."""
+
+
+def _name_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Name, in errors of a function, its arguments instead of fields of ``[run]``: ``rounds``, not ``run.rounds``."""
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except FedlowrankError as error:
+            error.drop_prefix(_TABLE)
+            raise
+
+    return named
+
+
+@_name_arguments
 @check_arguments
 def simulate(
     method: Method[Any, Any, Any, Any] | str,
@@ -61,7 +88,8 @@ def simulate(
         loss: what is minimized and reported instead of the federation's own loss; see
             :meth:`fedlowrank.Federation.from_arrays`.
         **settings: fields of :class:`fedlowrank.simulation.settings.RunSettings`:
-            ``rounds=50, participation=0.1, ...``.
+            ``rounds=50, participation=0.1, ...``. ``metrics`` takes functions, too:
+            ``metric(scores, targets)`` gets NumPy arrays of one client and returns a number.
 
     Returns:
         The last state and the records of all rounds.
@@ -85,11 +113,12 @@ def simulate(
     _check_types(method, federation)
     if loss is not None:
         federation = federation.with_loss(loss)
-    chosen = _settings(settings, federation, type(method))
+    names, own_metrics = split_metrics(settings.get("metrics", ()))
+    chosen = _settings({**settings, "metrics": names}, federation, method)
     if chosen.engine not in ENGINES:
         raise ConfigError(
-            f"run.engine {chosen.engine!r} needs an experiment file, for its clients are other processes: "
-            "fedlowrank run FILE.toml --engine flower"
+            f"run.engine {chosen.engine!r} needs an experiment file, for its clients are other processes: write it "
+            "into the table [run] of the file, and use `fedlowrank run FILE.toml`"
         )
     callbacks = [*settings_callbacks(chosen), *as_callbacks(on_round)]
     refuse_without_validation(callbacks, federation)
@@ -98,7 +127,7 @@ def simulate(
     check_loggers(chosen.log, None if folder is None else Path(folder))
     with threads(chosen.threads):
         plan = Plan.read(Path(folder)) if resume and folder is not None else None
-        run = Run(method, federation, chosen, ENGINES[chosen.engine](), plan)
+        run = Run(method, federation, chosen, ENGINES[chosen.engine](), plan, own_metrics)
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
@@ -227,22 +256,55 @@ def _describe_model(architecture: Architecture, federation: Federation) -> dict[
     }
 
 
-def _settings(given: dict[str, Any], federation: Federation, method: type[Any]) -> RunSettings:
+def _settings(
+    given: dict[str, Any], federation: Federation, method: Method[Any, Any, Any, Any]
+) -> RunSettings:
     known = [f.name for f in dataclasses.fields(RunSettings)]
     for name in given:
         if name not in known:
-            what = f"there is no run setting {name!r}"
-            if found := find_argument(RunSettings, name, given[name]):
-                raise ConfigError(f"{what}. Did you mean {found}?")
-            if found := find_argument(method, name, given[name]):
-                raise ConfigError(f"{what}; it is one of the method: {method.__name__}({found})")
-            raise ConfigError(f"{what}. {did_you_mean(name, known)}")
+            raise ConfigError(_explain_unknown(name, given[name], method))
     chosen = RunSettings(**{"seed": federation.seed, **given})
     if chosen.seed != federation.seed:
         raise ConfigError(
             f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}"
         )
     return chosen
+
+
+def _explain_unknown(name: str, value: Any, method: Method[Any, Any, Any, Any]) -> str:
+    """The message about an argument that :func:`simulate` does not have, and where it belongs."""
+    what = f"simulate has no argument {name!r}"
+    own = [n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")]
+    known = [*own, *(f.name for f in dataclasses.fields(RunSettings))]
+    if found := _find_place(name, value, method):
+        return f"{what}. {found}"
+    if others := [cls.title for cls in METHODS.values() if name in list_arguments(cls)]:
+        return f"{what}, and {method.title} has none. Methods that have it: {', '.join(others)}"
+    elsewhere = [*list_arguments(RunSettings), *list_arguments(type(method)), *_DATA]
+    for names in (known, elsewhere):
+        parts = [one for one in names if name.endswith(f"_{one}") or one.startswith(f"{name}_")]
+        if near := parts or difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+            return f"{what}. Did you mean {near[0]!r}? {_find_place(near[0], value, method)}".rstrip()
+    return f"{what}. Known: {', '.join(map(repr, sorted(known)))}."
+
+
+_DATA = [n for n in inspect.signature(Federation.from_arrays).parameters if n != "self"]
+
+
+def _find_place(name: str, value: Any, method: Method[Any, Any, Any, Any]) -> str:
+    """Where an argument belongs that is none of :func:`simulate`: settings, the method or the data; or nothing."""
+    cls = type(method)
+    if name in {f.name for f in dataclasses.fields(RunSettings)}:
+        return ""
+    if found := find_argument(cls, name, value, method):
+        field = found.partition("=")[0]
+        owner = "the method" if field in (name, ALIASES.get(name)) else f"the {field} of the method"
+        return f"It belongs to {owner}: simulate({cls.__name__}({found}), ...)."
+    if found := find_argument(RunSettings, name, value):
+        return f"Write {found}."
+    if name in _DATA:
+        return f"It belongs to the data: Federation.from_arrays(..., {name}=...)."
+    return ""
 
 
 @contextlib.contextmanager

@@ -95,8 +95,8 @@ def refuse(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
     if reason is not None:
         others = " robust.rule may be norm_bound, krum or multi_krum." if ability == "robust" else ""
         raise TaskError(
-            f"{entry}: {method.title} cannot be used with it: {reason}.{others} "
-            "`fedlowrank list --trust` shows what each method can do."
+            f"{entry}: {method.title} cannot be used with it: {reason}.{others}",
+            command="`fedlowrank list --trust` shows what each method can do.",
         )
 
 

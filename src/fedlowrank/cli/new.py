@@ -1,0 +1,69 @@
+"""The command ``new``: a folder with an experiment, a model, data, a metric and a test, which runs at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import runpy
+import shlex
+from importlib.resources import files
+from pathlib import Path
+
+from ..core.errors import CheckpointError, ConfigError
+from ..core.files import as_checkpoint_error
+from .terminal import OUT
+
+ENDING = ".template"
+"""Ending of the files that a project is made from; ``NAME`` in their texts and names is that of the project."""
+
+
+def new(path: Path) -> int:
+    """Make a project.
+
+    Args:
+        path: the folder to be made. Python imports its code by the folder's name, so characters that no name of a
+            package has become underscores.
+
+    Raises:
+        ConfigError: if the name is none that Python could import, or that of another package.
+        CheckpointError: if the folder exists or cannot be written.
+    """
+    name = choose_name(path.name)
+    folder = path.with_name(name) if path.name else path
+    if folder.exists() or folder.is_symlink():
+        raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
+    with as_checkpoint_error(f"cannot make {folder}"):
+        folder.mkdir(parents=True)
+        for source in (files(__package__) / "project").iterdir():
+            if source.name.endswith(ENDING):
+                target = folder / source.name.removesuffix(ENDING).replace("NAME", name)
+                target.write_text(source.read_text(encoding="utf-8").replace("NAME", name), encoding="utf-8")
+        (folder / "__init__.py").write_text(f'"""The project {name}."""\n')
+    # as `python NAME/data.py` does
+    runpy.run_path(str(folder / "data.py"), run_name="__main__")
+    if name != path.name:
+        OUT.print(f"{path.name!r} is no name of a Python package, so the folder is {name}", style="yellow")
+    OUT.print(f"made {folder}: {', '.join(sorted(one.name for one in folder.iterdir()))}")
+    where = "" if folder.parent == Path() else f"cd {shlex.quote(str(folder.parent))} && "
+    OUT.print(f"next: {where}fedlowrank compare {name}/experiment.toml", soft_wrap=True)
+    return 0
+
+
+def choose_name(text: str) -> str:
+    """The name of a project: the text with an underscore for what no name of a Python package has.
+
+    Raises:
+        ConfigError: if nothing is left, or code of this name would hide another package.
+    """
+    name = re.sub(r"\W+", "_", text).strip("_")
+    if not name:
+        raise ConfigError(f"{text!r} cannot be the name of a project; take letters, such as my_project")
+    if not name[0].isalpha():
+        name = f"project_{name}"
+    if keyword.iskeyword(name) or importlib.util.find_spec(name) is not None:
+        raise ConfigError(
+            f"Python knows {name!r} as another {'word' if keyword.iskeyword(name) else 'package'}; take another name, "
+            f"such as my_{name}"
+        )
+    return name
