@@ -36,7 +36,6 @@ from fedlowrank.config.field_help import list_tables
 from fedlowrank.core.bounds import check_bounds
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.field_checks import CheckedFields, FieldChecks
-from fedlowrank.core.method import Method
 from fedlowrank.data.csv_table import Csv
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
