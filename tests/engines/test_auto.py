@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,7 @@ def test_the_rule(
     wanted: type[Engine],
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
+    monkeypatch.setattr(auto, "HEAVY", 0)
     found, reason = choose(method, federation(model), clients, micro_batch)
     assert found is wanted
     assert reason
@@ -73,7 +76,20 @@ def test_convolutions_on_a_cpu_are_not_batched_over_clients(
     monkeypatch: pytest.MonkeyPatch, cores: int, wanted: type[Engine]
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
+    monkeypatch.setattr(auto, "HEAVY", 0)
     assert choose(FedAvg(), federation(convolution(), 6, 1, 4, 4), 6, None)[0] is wanted
+
+
+@pytest.mark.parametrize(("epochs", "wanted"), [(1, Sequential), (2, Processes)])
+def test_processes_are_started_where_a_round_is_much_work(
+    monkeypatch: pytest.MonkeyPatch, epochs: int, wanted: type[Engine]
+) -> None:
+    monkeypatch.setattr(auto, "cores", lambda: 2)
+    # three forward passes of 2 x 4 x 2 operations for each of 3 x 5 examples
+    data = [(torch.randn(5, 4), torch.arange(5) % 2) for _ in range(3)]
+    on = Federation.from_arrays(data, nn.Linear(4, 2), classes=2, val=0.0, test=0.0)
+    monkeypatch.setattr(auto, "HEAVY", 3 * 16 * 15 * 2)
+    assert choose(FedAvg(epochs=epochs), on, 3, None)[0] is wanted
 
 
 def test_the_choice_is_logged_and_gives_that_engine_s_result(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,3 +109,27 @@ def test_the_choice_is_logged_and_gives_that_engine_s_result(caplog: pytest.LogC
     ]
     named = simulate(method, made(), rounds=2, engine="vectorized").run
     assert tree.equal(run.state.server, named.state.server)
+
+
+@pytest.mark.parametrize("cores", [(1, 8), (8, 1)])
+def test_a_run_goes_on_with_its_bits_on_another_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: tuple[int, int]
+) -> None:
+    # between the limits for one core and for several
+    model = nn.Sequential(nn.Linear(4, 30_000), nn.ReLU(), nn.Linear(30_000, 2))
+    clients = [(torch.randn(6, 4), torch.arange(6) % 2) for _ in range(4)]
+    monkeypatch.setattr(auto, "HEAVY", 0)
+
+    def ran(rounds: int, folder: Path, **more: Any) -> Any:
+        on = Federation.from_arrays(clients, model, classes=2)
+        return simulate("fedavg", on, rounds=rounds, folder=folder, evaluate_every=5, **more)
+
+    monkeypatch.setattr(auto, "cores", lambda: cores[0])
+    whole = ran(2, tmp_path / "whole")
+    ran(1, tmp_path / "part")
+    monkeypatch.setattr(auto, "cores", lambda: cores[1])
+    found = ran(2, tmp_path / "part", resume=True)
+    assert tree.equal(found.run.state.server, whole.run.state.server)
+    # without what the run keeps, another engine would have made other bits
+    kinds = {choose(FedAvg(), whole.run.federation, 4, None)[0], type(whole.run.engine.chosen)}
+    assert kinds == {Vectorized, Processes}

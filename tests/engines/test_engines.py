@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -226,6 +228,12 @@ class SendsASet(Plain):
 
 
 @dataclass(frozen=True)
+class ReadsAnAbsentName(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return state, {"w": down["absent"]}
+
+
+@dataclass(frozen=True)
 class OwnRate(Plain):
     def trained(self, down: Params, view: ClientView) -> Params:
         return Plain(optimizer=SGD(lr=0.05)).trained(down, view)
@@ -310,7 +318,10 @@ def test_a_check_that_raises_is_reported_not_raised() -> None:
     found = failed(SendsASet())
     assert "wire" in found
     assert "TreeError" in found["wire"]
-    assert ".py:" in found["wire"]
+    found = failed(ReadsAnAbsentName())
+    assert found["wire"].startswith("KeyError: 'absent'")
+    line = inspect.getsourcelines(ReadsAnAbsentName.local_update)[1] + 1
+    assert f"({Path(__file__).name}:{line})" in found["wire"]
 
 
 # The vectorized engine

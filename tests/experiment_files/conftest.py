@@ -22,6 +22,7 @@ def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sources.SOURCES, "folder", BlankTiny)
     # the models take seconds to draw and are not at issue
     monkeypatch.setattr(assembly, "build_architecture", lambda name, *rest, **more: name)
+    monkeypatch.setattr(assembly, "choose_heads", lambda *_: [])
     # there is no model whose outputs could be checked
     monkeypatch.setattr(Federation, "_check_outputs", lambda self: [])
     monkeypatch.setattr(data_section, "normalize", lambda dataset, how: dataset)

@@ -42,7 +42,13 @@ def federation(*sizes: int) -> Federation:
 
 
 def run(on: Federation, devices: Devices, rounds: int = 1, **settings: Any) -> Any:
-    chosen = {"rounds": rounds, "representations": 0, "evaluate_every": 100, **settings}
+    chosen = {
+        "rounds": rounds,
+        "engine": "sequential",
+        "representations": 0,
+        "evaluate_every": 100,
+        **settings,
+    }
     return simulate(FEDAVG, on, devices=devices, **chosen)
 
 

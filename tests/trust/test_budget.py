@@ -152,13 +152,13 @@ def test_a_run_from_before_plans_were_stored_has_the_noise_of_its_ledger(tmp_pat
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"privacy": Privacy("central", epsilon=9.0, delta=DELTA)}, "run.privacy.epsilon was 2.0 and is 9.0"),
-        ({"privacy": Privacy("central", epsilon=2.0, delta=0.01)}, "run.privacy.delta"),
-        ({"privacy": Privacy("central", noise=9.0, epsilon=2.0, delta=DELTA)}, "run.privacy.noise"),
-        ({"participation": 0.25}, "run.participation"),
-        ({"sampling": "fixed"}, "run.sampling"),
+        ({"privacy": Privacy("central", epsilon=9.0, delta=DELTA)}, "privacy.epsilon was 2.0 and is 9.0"),
+        ({"privacy": Privacy("central", epsilon=2.0, delta=0.01)}, "privacy.delta"),
+        ({"privacy": Privacy("central", noise=9.0, epsilon=2.0, delta=DELTA)}, "privacy.noise"),
+        ({"participation": 0.25}, "participation"),
+        ({"sampling": "fixed"}, "sampling"),
         ({"rounds": 1}, "only get more rounds"),
-        ({"privacy": Privacy(), "rounds": 3}, "run.privacy.kind"),
+        ({"privacy": Privacy(), "rounds": 3}, "privacy.kind"),
     ],
 )
 def test_another_budget_is_another_run(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..core.method import Task
 from ..data.federation import Federation
+from ..training.flops import forward_flops
 from .base import AnyMethod, ClientJob, ClientResult, Engine
 from .processes import Processes, can_fork, cores
 from .sequential import Sequential
@@ -19,6 +20,9 @@ SMALL = 150_000
 
 MEDIUM = 1_000_000
 """Trained parameters up to which batching clients gains on one core; above, arithmetic dominates."""
+
+HEAVY = 2e9
+"""Floating-point operations of a round from which further processes are worth their start and messages."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,7 +45,8 @@ def choose(
         return Sequential, "a model has layers of its own or hooks"
     ours = not federation.loss.is_own and type(method).__module__.startswith("fedlowrank.")
     dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
-    parallel = device == "cpu" and cores() > 1 and clients > 1 and can_fork()
+    several = device == "cpu" and cores() > 1 and clients > 1 and can_fork()
+    parallel = several and _operations(method, federation, clients) >= HEAVY
     most = SMALL if parallel else MEDIUM
     small = all(model.parameters <= most for model in models)
     # clients are batched by architecture: with many architectures there are few clients in a batch
@@ -53,28 +58,48 @@ def choose(
         )
     if parallel:
         return Processes, f"{cores()} cores"
-    return Sequential, "one core" if device == "cpu" else f"one {device}"
+    return Sequential, f"one {device}" if device != "cpu" else "little work" if several else "one core"
+
+
+def _operations(method: AnyMethod, federation: Federation, clients: int) -> float:
+    """Floating-point operations of a round's training, roughly: three forward passes for each example."""
+    models = federation.architectures
+    each = {name: forward_flops(model) for name, model in models.items()}
+    one_epoch = sum(3 * each[info.architecture] * info.examples for info in federation.infos)
+    epochs = sum(sweep.epochs for sweep in method.local_passes().values())
+    return one_epoch * epochs * clients / len(federation.infos)
 
 
 @dataclass
 class Auto(Engine):
-    """The engine that :func:`choose` names when the first round begins.
+    """The engine that :func:`choose` names when a run begins.
+
+    A run that goes on keeps its bits: a machine with other cores, on which another engine would be chosen, does not
+    exchange the vectorized one for others.
 
     Attributes:
-        chosen: the engine, once the first round has begun.
+        chosen: the engine, once it is known.
     """
 
     name: ClassVar[str] = "auto"
     chosen: Engine | None = None
+
+    def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
+        """See the base class."""
+        kind, reason = choose(method, federation, clients, self.micro_batch)
+        if (earlier == Vectorized.name) != (kind is Vectorized) and earlier:
+            kind, reason = Vectorized if earlier == Vectorized.name else Sequential, "as the run began"
+        logger.info("engine auto: %s (%s)", kind.name, reason)
+        self.chosen = kind(self.ledger, self.micro_batch)
+        return kind.name
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> Generator[ClientResult, None, None]:
         """See the base class."""
         if self.chosen is None:
-            kind, reason = choose(method, federation, len(jobs), self.micro_batch)
-            logger.info("engine auto: %s (%s)", kind.name, reason)
-            self.chosen = kind(self.ledger, self.micro_batch)
+            self.settle(method, federation, len(jobs), "")
+        assert self.chosen is not None
         yield from self.chosen.run(method, federation, task, round, jobs)
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:

@@ -77,6 +77,21 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release processes and buffers; the engine can be used again."""
 
+    def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
+        """Choose what a run needs to know to end with the same bits on another machine.
+
+        Args:
+            method: of the run.
+            federation: of the run.
+            clients: expected in a round.
+            earlier: what this returned when the run began; nothing for a new run.
+
+        Returns:
+            What is stored with the run: nothing, or the name of the engine that was chosen.
+        """
+        del method, federation, clients, earlier
+        return ""
+
     def boundary(self, value: Any) -> Any:
         """A value that crosses between server and client, or is stored, as the other side sees it."""
         return tree.canonical(value)

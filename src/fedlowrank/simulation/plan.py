@@ -24,10 +24,12 @@ class Plan:
     Attributes:
         interval: rounds between two evaluations at most, where ``run.evaluate_every`` is not set.
         noise: σ of differential privacy; None without privacy, and before it is found.
+        engine: that ``auto`` chose; nothing with another engine.
     """
 
     interval: int
     noise: float | None = None
+    engine: str = ""
 
     @classmethod
     def of(cls, rounds: int) -> Plan:
@@ -54,6 +56,8 @@ class Plan:
                 raise ValueError(found.interval)
             if found.noise is not None and not (type(found.noise) is float and found.noise > 0):
                 raise ValueError(found.noise)
+            if not isinstance(found.engine, str):
+                raise TypeError(found.engine)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{folder / 'run.json'} is damaged: the plan {stored['plan']!r} must hold an interval and a noise. "

@@ -126,12 +126,13 @@ class Run:
                 noise=plan.noise,
             )
         method = average_statistics(method, self.task, settings)
-        self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise)
+        count = round(draws.expected)
+        chosen = engine.settle(method, self.federation, count, plan.engine)
+        self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, chosen)
         self.method = protect(
             method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
-        count = round(self.draws.expected)
         if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):
             raise ConfigError(
                 f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and "

@@ -95,7 +95,7 @@ class RunSettings(CheckedFields):
     sampling: Literal["fixed", "poisson"] = "fixed"
     unseen: float = 0.0
     seed: int = 0
-    engine: Literal["sequential", "vectorized", "processes", "ray", "auto", "wire", "flower"] = "sequential"
+    engine: Literal["sequential", "vectorized", "processes", "ray", "auto", "wire", "flower"] = "auto"
     device: str = "cpu"
     pixels: Literal["auto", "float32", "bytes"] = "auto"
     micro_batch: int | None = None
