@@ -128,7 +128,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_classes(SOURCES),
             *_classes(TEXT_SOURCES),
             *(name for kinds, _ in TAGGED.values() for name in _classes(kinds)),
-            *_names("data.downloads", "Download get"),
+            *_names("data.downloads", "DataDownload get"),
         ],
     ),
     (
@@ -153,7 +153,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("config.experiment", "ExperimentConfig"),
             *_names("config.comparison", "plan_runs PlannedRun"),
             *_names("config.tune_section", "TuneSettings"),
-            *_names("config.tuning", "Setting Score plan_tuning score_run choose tuned_experiment"),
+            *_names("config.tuning", "Setting ValidationScore plan_tuning score_run choose tuned_experiment"),
             *_names("report.page", "write_report"),
             *_names("report.gallery", "save_figures"),
             *_names("report.tables", "comparison Comparison"),

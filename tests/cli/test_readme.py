@@ -19,11 +19,11 @@ def test_it_fits_on_two_screens() -> None:
 def test_the_ten_lines_are_the_example_and_run(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert (ROOT / "examples" / "first.py").read_text().endswith('"""\n\n' + block)
-    assert block.count("rounds=60") == 1
-    exec(compile(block.replace("rounds=60", "rounds=2"), "README.md", "exec"), {})
+    assert block.count("rounds=40") == 1
+    exec(compile(block.replace("rounds=40", "rounds=2"), "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
-    # the same words; the numbers are those of sixty rounds
+    # the same words; the numbers are those of forty rounds
     assert [re.sub(r"[\d.]+%", "%", line) for line in lines] == re.sub(r"[\d.]+%", "%", shown).splitlines()
 
 
