@@ -145,6 +145,7 @@ NONE = {
 CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if (kind, how) not in NONE]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("kind", "how"), CASES)
 def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: str) -> None:
     plain, module = made(kind, how)

@@ -48,6 +48,7 @@ def run_of(folder: Path) -> Run:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("series", ["mixed", "gkr"])
 @pytest.mark.parametrize("layout", ["small", "fast"])
 def test_the_file_is_the_client_s_model(

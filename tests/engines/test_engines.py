@@ -360,6 +360,7 @@ def changed_fields(method: Shaped) -> str:
     return ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(method).items() if v != usual[k])[:60]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "method",
     [
@@ -466,6 +467,7 @@ class Captures(Plain):
         return view.train(self.make(float(view.info.id + 1), view.model), down, "local", self.optimizer)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "make", [by_closure, by_tensor, by_list, by_default, by_partial, by_object, by_helper, by_recursion]
 )
@@ -708,6 +710,7 @@ def poisoned() -> Federation:
     return dataclasses.replace(on, clients=clients)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_nan_stops_the_run(engine: str) -> None:
     count = threading.active_count()
@@ -760,6 +763,7 @@ def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
     assert 0 < seen < 20
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
     on = federation(True)
@@ -774,6 +778,7 @@ def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
 
 
 # without messages, with Factored ones, of unequal ranks, with masks as bits
+@pytest.mark.few(4)
 @pytest.mark.parametrize("engine", HERE)
 @pytest.mark.parametrize("name", ["standalone", "fedkd", "fedhl", "fedspa"])
 def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:

@@ -62,6 +62,7 @@ OPTIMIZERS = {
 
 
 # which clients are trained together depends on scales and layers, what padding does on the optimizer
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "optimizer", "scaling", "make"),
     [

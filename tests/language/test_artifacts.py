@@ -63,6 +63,7 @@ def scores(model):
         return model(input_ids=IDS).logits
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_peft_loads_what_the_live_model_computes(name, stable, request, tmp_path):

@@ -134,6 +134,7 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
             assert np.abs(reference.shares(thetas[info.id], 1.0, None) - pi).max() > 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 0.4])
 def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
@@ -200,6 +201,7 @@ def test_noise_has_the_standard_deviation_asked_for() -> None:
     assert not Router().noises(federation.key, 4000, torch.zeros(3)).any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("alpha", [1.0, 1.7])
 def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, alpha=alpha, center=True, router=Router(lr=0.7), **LOCAL)
@@ -211,6 +213,7 @@ def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
         np.testing.assert_allclose(p @ b / p.sum(), 0, atol=1e-10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("which", ["sgd", "adam"])
 def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
     optimizer: Any = SGD(lr=0.6, momentum=0.5)
@@ -250,6 +253,7 @@ def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -
 # -- limits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("base", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
 @pytest.mark.parametrize("precondition", [True, False])
 def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
@@ -483,6 +487,7 @@ def clustered(make: Any) -> Any:
     return made
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",
     [

@@ -89,6 +89,7 @@ def test_fml(alpha: float, beta: float, engine: type[Engine]) -> None:
 
 
 # at the first pair of energies weights travel both as factors and whole, at the second all travel whole
+@pytest.mark.few(2)
 @pytest.mark.parametrize("energies", [(0.6, 0.9), (1.0, 1.0)])
 def test_fedkd(energies: tuple[float, float], engine: type[Engine]) -> None:
     federation = unlike(deep_width=7)
@@ -153,6 +154,7 @@ def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
         assert state.own.nonzero()[:, 0].tolist() == sorted(set(train_data(federation)[k][1].tolist()))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("relu", "mu", "make"), [(False, 0.7, unlike), (True, 0.5, unlike), (True, 0.9, alike)]
 )

@@ -151,6 +151,7 @@ RULES: list[tuple[Any, Rule, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("method", "rule", "kept"), RULES, ids=[type(m).__name__ for m, *_ in RULES])
 def test_a_server_rounds_its_model_once(

@@ -183,6 +183,7 @@ def comparable(name: str, server: Any) -> Any:
     return server
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_changes_every_parameter_of_the_personal_model(name: str) -> None:
     federation = federation_for(name, **F32)
@@ -253,6 +254,7 @@ def lone_upload(method: Any, run: Any, client: int) -> Any:
 
 # one method for each kind of pass: plain, proximal, two passes, a prox on spectra, masks, mixtures, factors,
 # distillation
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )

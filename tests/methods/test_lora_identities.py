@@ -157,6 +157,7 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     assert len(moved) == 6
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("alpha", [0.75, 3.0, 12.0])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.05, momentum=0.5, weight_decay=0.01), AdamW(lr=0.01)])
 def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> None:
@@ -251,6 +252,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
 # -- scales --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
 def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
     held = add_lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)

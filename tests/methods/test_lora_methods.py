@@ -233,6 +233,7 @@ def test_fedhl(engine: type[Engine]) -> None:
     assert np.ptp(history[-1][0]) > 0.01
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("split", ["B", "A", "sqrt"])
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA])
 def test_which_factor_takes_the_singular_values(kind: Any, split: Any) -> None:
@@ -242,6 +243,7 @@ def test_which_factor_takes_the_singular_values(kind: Any, split: Any) -> None:
     updates_are(run, ws, net, RANKS, 1e-9)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "weighing",
     [
@@ -268,6 +270,7 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
     assert np.abs(np.array(history[-1]) - np.array(usual[-1])).max() > 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "form",
     [DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=12), DeltaForm("auto")],
@@ -303,6 +306,7 @@ def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
 # -- updates of the base -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep", ["merged", "stacked"])
 def test_flora(keep: Any, engine: type[Engine]) -> None:
     if keep == "stacked" and engine is not Sequential:

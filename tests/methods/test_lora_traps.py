@@ -112,6 +112,7 @@ def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
         torch.testing.assert_close(p.a[0], before[n].a[0], rtol=0, atol=1e-15)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MIXED, ids=lambda k: k.title)
 def test_a_rank_may_equal_a_dimension_of_a_layer(kind: Any) -> None:
     ranks = (9, 1, 9, 4)
@@ -154,6 +155,7 @@ def test_the_server_holds_the_clients_own_scales(kind: Any) -> None:
             assert float(wanted.norm()) > 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MIXED, ids=lambda k: k.title)
 def test_every_client_trains_at_its_own_rank(kind: Any) -> None:
     run = go(kind, 2)
@@ -181,6 +183,7 @@ def test_a_client_of_full_rank_receives_w_itself(kind: Any) -> None:
         assert float((2 / 9 * sent[n].dense() - w).norm() / w.norm()) < 1e-14
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
 @pytest.mark.parametrize("keep", ["merged", "stacked"])
 def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) -> None:
@@ -204,6 +207,7 @@ def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) ->
     assert len(set(seen.values())) > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [FedHL, FLoRA, FedExLoRA], ids=lambda k: k.title)
 def test_a_run_resumed_in_the_middle_ends_in_the_same_bits(kind: Any, tmp_path: Path) -> None:
     whole, half = (go(kind, n, rounds=4, participation=0.5) for n in (4, 2))
@@ -237,6 +241,7 @@ class Infinite(Spoiled):
     value = float("-inf")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [(FedIT, Infinite), *((kind, Spoiled) for kind in MIXED + SAME)],
@@ -303,6 +308,7 @@ def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
         Run(kind(optimizer=quiet), federation, RunSettings(rounds=1), Sequential()).step()
 
 
+@pytest.mark.few(3)
 @every
 def test_steps_below_the_rounding_of_trained_factors_are_no_error(kind: Any) -> None:
     vanishing = Schedule("step", factor=1e-40, every=1)
@@ -317,6 +323,7 @@ def numbers(kind: Any, rank: int) -> int:
     return sum({FFALoRA: d, FedSALoRA: k}.get(kind, d + k) * rank for d, k in SHAPES)
 
 
+@pytest.mark.few(8)
 @every
 @pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
 def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:
@@ -360,6 +367,7 @@ def test_the_servers_series_uses_a_clients_own_head() -> None:
         assert not torch.allclose(heads[0], heads[1], atol=1e-3)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("wire", "size"), [("float32", 8), ("bfloat16", 2), ("int8", 1)])
 @every
 def test_bytes_on_the_wire(kind: Any, wire: Any, size: int) -> None:
@@ -374,6 +382,7 @@ def test_bytes_on_the_wire(kind: Any, wire: Any, size: int) -> None:
     assert run.step().bytes_up == sum(tree.encoded_size(up) for up in ups)
 
 
+@pytest.mark.few(3)
 @every
 def test_a_lossy_wire_costs_accuracy_and_nothing_else(kind: Any) -> None:
     exact, lossy = (

@@ -71,6 +71,7 @@ def personal_of(run: Run, client: int, round: int | None = None) -> Any:
 # -- against NumPy -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("weights", ["uniform", "examples"])
 def test_per_fedavg_of_first_order(weights: str, engine: type[Engine]) -> None:
     federation = alike()
@@ -84,6 +85,7 @@ def test_per_fedavg_of_first_order(weights: str, engine: type[Engine]) -> None:
     assert all(s is None for s in states(run))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("delta", [0.001, 0.1])
 def test_hessian_free_per_fedavg(delta: float, engine: type[Engine]) -> None:
     federation = alike()
@@ -124,6 +126,7 @@ def test_fedrep(head_epochs: int, engine: type[Engine]) -> None:
         same(layers(personal_of(run, k)), body + heads[k])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("density", "prune"), [(0.5, 0.5), (0.6, 1.0), (0.5, 0.0)])
 def test_fedspa(density: float, prune: float, engine: type[Engine]) -> None:
     federation = alike()
@@ -244,6 +247,7 @@ def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine
         same(found["global"](probe), reference.forward(net, probe.double().numpy())[1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", [PerFedAvg, FedRep, FedPer, FedSpa])
 def test_no_model_depends_on_test_data(make) -> None:
     clean, poisoned = arrays(), arrays()
@@ -426,6 +430,7 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
         torch.testing.assert_close(u, down[n] - trained, rtol=0, atol=1e-15)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
 @pytest.mark.parametrize("engine_", [Sequential, Vectorized])
 def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_: type[Engine]) -> None:

@@ -84,6 +84,7 @@ def models(result: Result) -> list[dict[str, Tensor]]:
     return [result.personal(k) for k in range(len(result.run.federation.infos))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_rank_above_every_layer_is_the_largest_rank_bit_for_bit(engine: str) -> None:
     for name in (*LORA, *ADAPTORS):

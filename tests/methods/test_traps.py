@@ -78,6 +78,7 @@ HEAD = CLASSES * WIDTH + CLASSES
 ADAPTER = 5 * WIDTH + 5 + CLASSES * 5 + CLASSES
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "make", "each_way"),
     [
@@ -318,6 +319,7 @@ def test_equal_matrices_have_equal_factors_whatever_signs_the_decomposition_pick
     assert truncate_svd(f, 2).rank == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", [Sequential, Wire])
 @pytest.mark.parametrize("lost", [0.0, 0.4])
 def test_a_client_that_missed_rounds_rebuilds_the_mentee_bit_for_bit(engine, lost: float) -> None:
@@ -384,6 +386,7 @@ def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
 
 
 # fedem infers by a mixture of several models, of which test_clusters.py speaks
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", sorted(set(KINDS) - {"fedem"}))
 def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: str) -> None:
     federation = (unlike if METHODS[name].heterogeneous else alike)()

@@ -105,6 +105,7 @@ def test_sites_of_adapters_are_the_base_itself() -> None:
         assert held.data_ptr() == dict(module.named_parameters())[name].data_ptr()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*KINDS, "fedprox"])
 def test_training_neither_changes_nor_sends_them(name: str) -> None:
     on = federation()

@@ -175,6 +175,7 @@ def skewed(unequal_ranks: bool) -> Federation:
     )
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_honest_reply_of_any_kind_of_method_is_refused(name: str) -> None:
     unequal = name in ("fedhl", "hetlora", "flexlora", "flora")
@@ -205,6 +206,7 @@ def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
     return on_orders(act)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedproto", "fedhl"])
 @pytest.mark.parametrize("t", [1, 3])
 def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(

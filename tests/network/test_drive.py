@@ -46,6 +46,7 @@ from .local import (
 METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "per_fedavg", "floral"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -67,6 +67,7 @@ def never(carrier: LocalTransport, message: NodeMessage) -> Any:
 # -- one reply that does not come
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("act", [nothing, worked_and_lost, twice, never])
 def test_a_reply_that_is_lost_or_comes_twice(
@@ -259,6 +260,7 @@ def forgetting(client: int, t: int) -> Fault:
     return in_round(t, client, act)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("needed", [1, 3])
 def test_a_client_that_lost_its_folder_starts_again(

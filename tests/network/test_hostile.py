@@ -120,6 +120,7 @@ BODIES: dict[str, tuple[Lie, str]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("lie", [*WORDS, *BODIES])
 def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
     change, text = {**WORDS, **BODIES}[lie]
@@ -131,6 +132,7 @@ def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
     assert counts == {1: 1}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lie", ["a loss that is NaN", "no series", "a NaN", "large"])
 def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_path: Path) -> None:
     change, _ = {**WORDS, **BODIES}[lie]
@@ -191,6 +193,7 @@ def test_a_problem_is_told_in_one_short_line(tmp_path: Path, caplog: pytest.LogC
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("client", [0, 2])
 def test_whoever_measures_other_things_is_left_out_of_the_table(
     client: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -115,6 +115,7 @@ PLAN = settings(
 places = st.sets(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=4)
 
 
+@pytest.mark.full
 @PLAN
 @example("feddyn", [60, 61], {(2, 0), (2, 1), (2, 2)}, set())
 @given(
@@ -136,6 +137,7 @@ def test_deaths_losses_and_doubles_in_any_order(
         assert {(t, c) for t, clients in enumerate(lost(result), 1) for c in clients} == lose
 
 
+@pytest.mark.full
 @PLAN
 @given(
     st.sampled_from(["scaffold", "fedhl"]),

@@ -29,6 +29,7 @@ def table(value: Any, names: list[str] = METRICS, **splits: Any) -> dict[str, An
     return {name: {"personal": {"val": value, "test": value, **splits}} for name in names}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("found", "is_refused"),
     [

@@ -27,6 +27,7 @@ def vector(value: Any) -> np.ndarray:
     return np.concatenate([t.double().numpy().ravel() for t in tree.tensors(value)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["fedavg", "pfedlora", "fedhl", "fedslr"])
 def test_compressed_runs_are_the_sequential_ones_bit_for_bit(method: str, tmp_path: Path) -> None:
     made = small(

@@ -102,6 +102,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 # -- no honest reply is refused
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_default_settings(name: str) -> None:
     method = made(name)
@@ -109,6 +110,7 @@ def test_every_method_with_its_default_settings(name: str) -> None:
     assert len(found.uploads) == 12
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_models_in_float64_with_adamw(name: str) -> None:
     optimizer: Any = (
@@ -129,6 +131,7 @@ def trains_factors(name: str) -> bool:
     return "tuning" in {f.name for f in dataclasses.fields(METHODS[name])}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("name", "head", "wire"),
     [
@@ -192,6 +195,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_that_change_what_is_sent(case: str) -> None:
     name, settings = SETTINGS[case]
@@ -286,6 +290,7 @@ def texts() -> Federation:
     return Federation(data, infos, {"m": Architecture("m", Header(), example)}, ())
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("data", [regression, images, texts])
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:

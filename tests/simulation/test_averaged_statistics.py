@@ -64,6 +64,7 @@ def plain_loop(run: Run, module: nn.Module, rounds: int) -> dict[str, Tensor]:
     return server.state_dict()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("engine", ["sequential", "wire", "vectorized", "processes"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_it_is_the_average_of_state_dictionaries(momentum: float | None, engine: str) -> None:

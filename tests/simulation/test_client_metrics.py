@@ -123,6 +123,7 @@ EXPECTED: dict[str, Callable[[np.ndarray, np.ndarray], float | None]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])
 def test_values_by_hand(engine: str, method: str) -> None:
@@ -325,6 +326,7 @@ OF_SCIKIT_LEARN: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 }
 
 
+@pytest.mark.few(24)
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true:UserWarning")
 @pytest.mark.parametrize("case", cases())
 @pytest.mark.parametrize("name", OF_SCIKIT_LEARN)

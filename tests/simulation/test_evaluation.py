@@ -99,6 +99,7 @@ def compare(record: RoundRecord, series: str, split: str, expected: tuple[list[A
             assert value == (None if right is None else pytest.approx(right, rel=1e-5))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "ifca", "fedper"])
 @pytest.mark.parametrize("engine", ["sequential", "processes"])
 def test_numbers_of_every_client_by_a_plain_loop(method: str, engine: Any) -> None:

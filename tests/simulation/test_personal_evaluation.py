@@ -60,6 +60,7 @@ def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
     return by_hand(run, split, scores)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("model", [linear, Own, normalized, convolution, mixing])
 @pytest.mark.parametrize("engine", ["sequential", "processes"])
 def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine: Any) -> None:
@@ -72,6 +73,7 @@ def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine:
         compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["fedper", "apfl", "fedproto", "fedem", "feddyn", "ditto"])
 def test_every_series_is_that_of_a_client_alone(method: str) -> None:
     made = federation(linear_head, clients=20)

@@ -72,6 +72,7 @@ def federation(kind: str, ranks: list[int]) -> tuple[Federation, nn.Module]:
     return Federation.from_arrays(clients, module, head=head, classes=CLASSES, rank=ranks), module
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("method", "kind"),
     [

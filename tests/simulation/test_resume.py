@@ -175,6 +175,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return of
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("every", "seed"),
     [
@@ -234,6 +235,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     assert_same_end(tmp_path / "run", whole)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_signal_stops_cleanly(
@@ -384,6 +386,7 @@ def operations(tmp_path: Path, make: Callable[[], BaseException] = crash) -> int
         return disk.calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [crash, full], ids=["crash", "full disk"])
 def test_a_stop_at_any_operation_on_files_can_be_resumed(
     tmp_path: Path, make: Callable[[], BaseException]
@@ -411,6 +414,7 @@ def test_a_stop_at_any_operation_on_files_can_be_resumed(
     assert seen == {0, 2, 3}
 
 
+@pytest.mark.full
 def test_a_resumed_run_may_be_stopped_again_anywhere(tmp_path: Path) -> None:
     whole = whole_run(tmp_path / "whole", **TINY)
     count = operations(tmp_path)
@@ -439,6 +443,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> Non
     assert checkpoint.load(folder / "checkpoint").round == 3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_broken_disk_gives_the_same_kind_of_error(tmp_path: Path, at: int) -> None:
     # not even the half-written file can be removed
@@ -495,6 +500,7 @@ def test_resume_refuses_another_configuration(
     assert {p: p.read_bytes() for p in stopped.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "override", ["run.checkpoint_every=2", "run.target=0.8", "run.representations=40", "title=Another title"]
 )
@@ -571,6 +577,7 @@ def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
 ENTRY = [0, 4, "00"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "table",
     [
@@ -624,6 +631,7 @@ def test_records_that_are_not_compressed_are_read_and_gone_on_with(tmp_path: Pat
     assert len(found[0]) == rounds + 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rounds", [TINY["rounds"], 5])
 @pytest.mark.parametrize(
     "damage", ["short", "a gap", "no JSON", "another object", "missing", "not compressed"]
@@ -673,6 +681,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
     assert tree.encode(states[0].server) == tree.encode(states[1].server)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"7", b"null", b'"text"', b"\xff\xfe\x00{", b"[" * 100_000]
 )
@@ -705,6 +714,7 @@ def test_a_damaged_table_is_named(
         assert RunRecord.load(folder).status["state"] in ("finished", "stopped")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["run.json", "clients.json", "status.json", METRICS])
 def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> None:
     folder = whole_run(tmp_path / "run", **TINY)

@@ -56,6 +56,7 @@ def module(kind: str) -> nn.Module:
     return Net(kind)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("settings", [{}, {"engine": "vectorized"}, {"micro_batch": 3}], ids=str)
 @pytest.mark.parametrize("kind", ["never", "zero", "sometimes"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

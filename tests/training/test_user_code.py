@@ -318,6 +318,7 @@ def _restore() -> Any:
     change(Base(), 0)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -374,6 +375,7 @@ def user_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor
     return each[y != 0].mean() * SCALE if (y != 0).any() else each.mean()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("kind", [Base, FunctionalDropout], ids=lambda k: k.__name__)
 def test_a_loss_of_the_user_is_evaluated_as_it_is_written(kind: type[Base], engine: str) -> None:
@@ -440,6 +442,7 @@ def test_global_generators_stand_where_they_stood() -> None:
     assert all(torch.equal(p, second.state.server[n]) for n, p in first.state.server.items())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("kind", [MovingMean, ModeCounter], ids=lambda k: k.__name__)
 def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
@@ -565,6 +568,7 @@ SINGLE: dict[str, Callable[[], Base]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", [*COUPLED, *SINGLE])
 def test_batches_are_taken_in_parts_only_where_examples_are_by_themselves(kind: str) -> None:
     federation = Federation.from_arrays(clients(), (COUPLED | SINGLE)[kind])

@@ -67,6 +67,7 @@ def killed_after(rounds: int) -> Any:
     return stop
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_more_rounds_keep_the_noise_of_the_first_plan(accountant: Any, tmp_path: Path) -> None:
     privacy = Privacy("central", epsilon=2.0, delta=DELTA, accountant=accountant)
@@ -86,6 +87,7 @@ def test_more_rounds_keep_the_noise_of_the_first_plan(accountant: Any, tmp_path:
         assert word in status["message"]
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_and_extended_spends_no_more(tmp_path: Path) -> None:
     """Killed in the middle, between a charge and its checkpoint, and extended before and after its plan is done."""
     settings: dict[str, Any] = {
@@ -190,6 +192,7 @@ def test_a_lost_ledger_is_no_new_budget(kept: int, tmp_path: Path, once: Path) -
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "plan", [5, {"interval": 0, "noise": 1.5}, {"noise": "1.5"}, {"interval": 1, "noise": -1.0}]
 )

@@ -421,6 +421,7 @@ def test_savings_of_a_large_update() -> None:
 # error feedback
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("text", [t for t in TEXTS if t])
 def test_what_is_decoded_and_the_residual_add_up_to_all_updates(text: str) -> None:
     stages, residual = parse_stages(text), None
@@ -436,6 +437,7 @@ def test_what_is_decoded_and_the_residual_add_up_to_all_updates(text: str) -> No
     assert not np.allclose(flatten(sent), flatten(sum_of), rtol=0, atol=1e-11) or text == "top_k:1"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "text", ["top_k:1", "top_k:0.3", "low_rank:1", "int8", "low_rank:2 + top_k:0.5 + bfloat16"]
@@ -573,6 +575,7 @@ ANY_STAGE: list[Change] = [
 ]
 
 
+@pytest.mark.few(90)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("number", range(len(ANY_STAGE)))
 def test_a_message_of_another_form_is_refused(text: str, number: int) -> None:

@@ -292,6 +292,7 @@ def test_bits_are_those_of_before_where_nothing_is_asked_for() -> None:
     assert "weight" not in run.step().observed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["fedslr", "gpgd"])
 def test_weights_that_are_sent_as_factors_are_compared_whole(name: str) -> None:
     """Once the server's weights have lost rank, downloads hold factors, and uploads are dense."""

@@ -187,6 +187,7 @@ def test_too_few_clients_for_a_private_quantile_are_refused_before_training() ->
         run_of(clipping=Clipping(0.1, quantile=0.5), privacy=CENTRAL)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("uplink", ["int8", "top_k:0.1", "low_rank:2", "top_k:0.2 + int8"])
 def test_what_compression_lost_is_sent_later(uplink: str) -> None:
     """Σ decoded = Σ true updates - what still waits at the client."""
@@ -231,6 +232,7 @@ def test_bytes_are_those_of_the_compressed_messages() -> None:
     assert found == coded < whole
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("engine", ["wire", "processes", "vectorized"])
 @pytest.mark.parametrize(
     "settings",

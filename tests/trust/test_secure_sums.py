@@ -100,6 +100,7 @@ GRID = FixedPoint(BASIS, len(CLIENTS), 16)
 PATTERNS = [p for n in range(6) for p in itertools.combinations(CLIENTS, n)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("replies", PATTERNS, ids=str)
 def test_every_pattern_of_lost_clients_gives_the_plain_total_or_a_reason(replies: tuple[int, ...]) -> None:
     aggregator = secure()
@@ -120,6 +121,7 @@ def test_every_pattern_of_lost_clients_gives_the_plain_total_or_a_reason(replies
     assert tree.equal(found, aggregator.finish())
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("absent", CLIENTS)
 @pytest.mark.parametrize("lost", [None, *CLIENTS])
 def test_a_client_that_left_before_it_shared_its_secrets(absent: int, lost: int | None) -> None:
