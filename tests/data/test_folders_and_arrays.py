@@ -5,6 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fedlowrank import Federation
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.images import Folder
@@ -105,6 +107,45 @@ def test_arrays_with_text_labels(tmp_path):
     data = Arrays(save(tmp_path, x_train=X[:2], y_train=train, x_test=X[2:], y_test=test)).load()
     assert data.classes == ("a", "b", "c")
     assert (data.train.y.tolist(), data.test.y.tolist()) == ([1, 2], [2, 0])
+
+
+def dense(tmp_path, y, **partition) -> Federation:
+    x = np.arange(12 * 4, dtype=np.float32).reshape(12, 1, 2, 2)
+    (tmp_path / "own_pixels.py").write_text(
+        "from torch import nn\ndef net(shape, classes):\n    return nn.Conv2d(shape[0], classes or 1, 1)\n"
+    )
+    tables = {
+        "method": "fedavg",
+        "data": {"source": "arrays", "path": save(tmp_path, x=x, y=y), "normalize": "none"},
+        "partition": {"kind": "iid", "clients": 2, **partition},
+        "model": {"names": ["own_pixels:net"]},
+    }
+    return ExperimentConfig.parse(tables).federation()
+
+
+def test_labels_of_pixels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    y = np.random.default_rng(0).integers(-1, 3, (12, 2, 2))
+    y[0, 0, 0] = 2
+    made = dense(tmp_path, y)
+    assert made.classes == ("0", "1", "2")
+    found = {}
+    for client in made.clients:
+        for part in (client.train, client.val, client.test):
+            # the first pixel of an example says which it is
+            found |= {int(x[0, 0, 0]) // 4: label.tolist() for x, label in zip(part.x, part.y, strict=True)}
+    assert found == dict(enumerate(y.tolist()))
+    with pytest.raises(DataError, match=r"labels of pixels or tokens.*'iid' or 'natural'"):
+        dense(tmp_path, y, kind="dirichlet", alpha=0.5)
+
+
+def test_a_real_number_for_each_pixel(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    y = np.random.default_rng(0).random((12, 1, 2, 2)).astype(np.float32)
+    made = dense(tmp_path, y)
+    assert made.classes == ()
+    parts = [part.y for c in made.clients for part in (c.train, c.val, c.test)]
+    assert sorted(torch.cat(parts).flatten().tolist()) == sorted(y.flatten().tolist())
 
 
 def test_arrays_in_other_layouts(tmp_path):

@@ -29,10 +29,11 @@ class Arrays(CheckedFields):
     """An ``.npz`` file with ``x_train``, ``y_train``, optionally ``x_test``, ``y_test``; or ``x`` and ``y``.
 
     Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged (save ids of words
-    or characters as int64). Labels are whole
-    numbers from 0 on, or text; floating-point targets ``y`` [n, d] make a regression. ``client_train`` and
-    ``client_test`` (or ``client``, for the training part) hold the natural client of each example: whole
-    numbers, negative for none, or text. ``classes``, text, names the classes. Arrays under unrelated names
+    or characters as int64). Labels are whole numbers from 0 on, or text; labels [n, ...] of pixels or tokens are whole
+    numbers, negative where there is none. Floating-point targets ``y`` [n, d] or [n, ...] make a regression, or by
+    ``loss.kind = "bce"`` several labels. ``client_train`` and ``client_test`` (or ``client``, for the training part)
+    hold the natural client of each example: whole numbers, negative for none, or text. ``classes``, text, names the
+    classes. Arrays under unrelated names
     are ignored. Pickled objects are rejected.
 
     Attributes:
@@ -120,6 +121,19 @@ def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tu
     return labels, tuple(map(str, range(1 + max(int(y.max()) for y in labels))))
 
 
+def _encode_dense(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Labels [n, ...] of pixels or tokens, and the numbers of the classes as their names.
+
+    Negative ones mark places without a label, which the loss leaves out.
+    """
+    labels = [torch.from_numpy(part.astype(np.int64)) for part in parts]
+    if not all(y.numel() for y in labels):
+        raise DataError(f"{where}: a part is empty.")
+    if (largest := max(int(y.max()) for y in labels)) < 0:
+        raise DataError(f"{where} are all negative, which marks places without a label.")
+    return labels, tuple(map(str, range(1 + largest)))
+
+
 def encode_clients(parts: list[np.ndarray | None], where: str) -> list[Tensor | None]:
     """Encode client ids, whole numbers or text; the same text gets the same number in all parts."""
     texts = [part for part in parts if part is not None and part.dtype.kind == "U"]
@@ -135,14 +149,17 @@ def _targets(
     parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], where: str
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """Real targets without classes, or encoded labels with the names of the classes."""
-    if all(y.dtype.kind == "f" and y.ndim == 2 for y in parts):
+    if all(y.dtype.kind == "f" and y.ndim > 1 for y in parts):
         if "classes" in arrays:
             raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
         return [to_float32(y, f"the targets in {where}") for y in parts], ()
     for y in parts:
         if y.dtype.kind in "biuf" and (hint := target_hint(torch.as_tensor(y))):
             raise DataError(f"the labels in {where} must not be {describe_array(y)}. {hint}")
-    labels, classes = encode_labels(parts, f"the labels in {where}")
+    if all(y.dtype.kind in "iu" and y.ndim > 1 for y in parts):
+        labels, classes = _encode_dense(parts, f"the labels in {where}")
+    else:
+        labels, classes = encode_labels(parts, f"the labels in {where}")
     if "classes" not in arrays:
         return labels, classes
     names = arrays["classes"]

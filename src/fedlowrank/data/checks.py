@@ -34,8 +34,8 @@ def check_labels(labels: np.ndarray, classes: int, clients: int, *, regression: 
     """
     if classes == 0 and not regression:
         raise DataError(
-            "this partition needs class labels or categories, but these data (a regression, or texts without "
-            "categories) have none. Use partition 'iid' or 'natural'."
+            "this partition needs class labels or categories, but these data (a regression, labels of pixels or "
+            "tokens, or texts without categories) have none. Use partition 'iid' or 'natural'."
         )
     if clients > len(labels):
         raise DataError(f"{clients} clients cannot share {len(labels)} examples. Lower partition.clients.")

@@ -183,10 +183,12 @@ class Dataset:
         where, y = f"the {part} part of data set {self.name!r}", examples.y
         if len(examples) == 0:
             raise DataError(f"{where} is empty.")
-        if self.classes and len(wrong := ((y < 0) | (y >= len(self.classes))).nonzero()):
-            first = int(wrong[0])
+        # of pixels and tokens negative ones mark places without a label
+        outside = (y >= len(self.classes)) | (y < 0 if y.ndim == 1 else False)
+        if self.classes and len(wrong := outside.nonzero()):
+            first = int(wrong[0, 0])
             raise DataError(
-                f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(y[first])}, "
+                f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(y[tuple(wrong[0])])}, "
                 f"at example {first} (counted from 0)."
             )
         x = examples.inputs

@@ -29,7 +29,8 @@ class Pool(CheckedFields):
     def labels(self) -> npt.NDArray[Any]:
         """What partitions use, of all examples: strata [n] if there are any, else labels [n].
 
-        A regression gives its targets [n, d]. Token labels, which no partition can use, become zeros [n, 1].
+        A regression gives its targets [n, d]. Labels of pixels or tokens, which no partition can use, become zeros
+        [n, 1].
         """
         train, test = self.dataset.train, self.dataset.test
         if self.dataset.strata is not None:
@@ -40,7 +41,7 @@ class Pool(CheckedFields):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the classes or strata that :attr:`labels` number; empty if there are neither."""
-        return self.dataset.classes or self.dataset.strata_names
+        return (() if self.dataset.train.is_dense else self.dataset.classes) or self.dataset.strata_names
 
     @cached_property
     def natural(self) -> IntArray | None:
