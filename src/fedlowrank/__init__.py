@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .core.loss import cross_entropy, supervised_loss, task_loss
     from .core.losses import Loss
     from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
-    from .core.optimizer import SGD, AdamW, Group, Schedule
+    from .core.optimizer import SGD, AdamW, Group, LocalSchedule, Schedule
     from .data.augment import Augment
     from .data.federation import Federation
     from .methods import METHODS
@@ -42,7 +42,7 @@ _MODULES = {
     "core.loss": "cross_entropy, supervised_loss, task_loss",
     "core.losses": "Loss",
     "core.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
-    "core.optimizer": "SGD, AdamW, Group, Schedule",
+    "core.optimizer": "SGD, AdamW, Group, LocalSchedule, Schedule",
     "data.augment": "Augment",
     "data.federation": "Federation",
     "methods": "METHODS",
@@ -91,6 +91,7 @@ __all__ = [
     "Floral",
     "Group",
     "Key",
+    "LocalSchedule",
     "Loss",
     "Mean",
     "Method",

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.apportion import largest_remainder
+from fedlowrank.data.extended_dirichlet import ExtendedDirichlet
 from fedlowrank.data.partition import (
     PARTITIONS,
     Dirichlet,
@@ -42,6 +43,7 @@ ALL = {
     "pathological": Pathological(7, 3),
     "natural": Natural(7),
     "label_groups": LabelGroups(5, 7),
+    "extended_dirichlet": ExtendedDirichlet(7, 3, 0.5),
 }
 
 
@@ -100,6 +102,53 @@ def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, c
         if len(mine) > 1:
             # Weights between 0.4 and 0.6; a whole number is less than 1 away from its exact share.
             assert (mine.max() - 1) / (mine.min() + 1) < 0.6 / 0.4
+
+
+@quick
+@given(st.data(), st.integers(1, 10), st.integers(1, 20), st.floats(0.5, 20), seeds)
+def test_extended_dirichlet_gives_clients_k_classes_and_every_class_away(data, classes, clients, alpha, seed):
+    k = data.draw(st.integers(-(-classes // clients), classes)) if clients >= 1 else 1
+    labels = balanced(classes, 300)
+    rule = ExtendedDirichlet(clients, k, alpha, min_size=1, max_redraws=20_000)
+    parts = rule.assign(labels, classes, Key((seed,)))
+    assert_disjoint(parts, len(labels), cover=True)
+    assert min(map(len, parts)) >= 1
+    assert max(len(np.unique(labels[p])) for p in parts) <= k
+
+
+def test_extended_dirichlet_has_the_moments_of_the_paper():
+    # each client draws its classes by itself: k of 4; with all 4, a client's share of a class is Beta(α, (K-1)α)
+    labels = balanced(4, 600)
+    alpha, clients = 2.0, 3
+    shares, sets = [], []
+    for seed in range(150):
+        parts = ExtendedDirichlet(clients, 4, alpha, 1).assign(labels, 4, Key((seed,)))
+        shares += [np.bincount(labels[p], minlength=4) / 600 for p in parts]
+        few = ExtendedDirichlet(8, 2, 1e4, 1).assign(labels, 4, Key((seed,)))
+        sets += [tuple(np.unique(labels[p])) for p in few]
+        # a large α divides a class equally among its clients
+        owners = np.bincount([c for s in sets[-8:] for c in s], minlength=4)
+        for p, s in zip(few, sets[-8:], strict=True):
+            counts = np.bincount(labels[p], minlength=4)
+            assert all(abs(counts[c] - 600 / owners[c]) < 0.1 * 600 for c in s)
+    wanted = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
+    assert np.mean(shares) == pytest.approx(1 / clients)
+    assert np.var(shares) == pytest.approx(wanted, rel=0.1)
+    pairs, times = np.unique(sets, axis=0, return_counts=True)
+    assert len(pairs) == 6
+    # multinomial: 1,200 draws of 6 pairs, 200 each
+    assert np.abs(times - 200).max() < 4 * np.sqrt(200 * 5 / 6)
+
+
+def test_extended_dirichlet_says_what_does_not_fit():
+    with pytest.raises(DataError, match="classes_per_client is 5, but only 4 classes"):
+        ExtendedDirichlet(5, 5).assign(balanced(4, 50), 4, KEY)
+    with pytest.raises(DataError, match="2 clients with 1 classes each cannot have all 4"):
+        ExtendedDirichlet(2, 1).assign(balanced(4, 50), 4, KEY)
+    with pytest.raises(DataError, match=r"in none of 3 draws did every class .*max_redraws"):
+        ExtendedDirichlet(8, 1, max_redraws=3).assign(balanced(8, 50), 8, KEY)
+    with pytest.raises(DataError, match=r"none of 2 draws of the partition .* at least 60"):
+        ExtendedDirichlet(3, 2, 0.01, 60, 2).assign(balanced(4, 50), 4, KEY)
 
 
 def test_pathological_weights_fill_their_range():

@@ -43,6 +43,26 @@ def test_the_python_code_and_its_file(
     assert [len(c.train) + len(c.val) + len(c.test) for c in federation.clients] == [20, 20]
 
 
+def test_the_own_partition_and_the_extended_dirichlet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (code,) = blocks('python title="shifts.py"')
+    Path("shifts.py").write_text(code)
+    shown = [text for text in blocks("toml") if "shifts:" in text or "extended_dirichlet" in text]
+    digits = {"method": "fedavg", "data": {"source": "digits"}, "model": {"names": ["mlp"]}}
+    own, extended = (ExperimentConfig.parse({**digits, **tomllib.loads(text)}).federation() for text in shown)
+    assert len(own.clients) == len(extended.clients) == 20
+    found = [
+        [len({*c.train.y.tolist(), *c.val.y.tolist(), *c.test.y.tolist()}) for c in f.clients]
+        for f in (own, extended)
+    ]
+    # sorted by class, all clients but those at the nine borders have one
+    assert found[0].count(1) >= 20 - 9
+    assert max(found[1]) <= 2
+
+
 def test_the_table_runs_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
+import tomllib
 import warnings
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from fedlowrank import Loss
+from fedlowrank import SGD, AdamW, LocalSchedule, Loss, RunSettings
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.losses import KINDS
+from fedlowrank.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 CALLBACKS = (ROOT / "docs" / "how-to" / "callbacks.md").read_text()
 HETEROGENEITY = (ROOT / "docs" / "how-to" / "system-heterogeneity.md").read_text()
 LOSSES = (ROOT / "docs" / "how-to" / "losses.md").read_text()
+OPTIMIZERS = (ROOT / "docs" / "how-to" / "optimizers.md").read_text()
+SAMPLING = (ROOT / "docs" / "how-to" / "sampling.md").read_text()
 LOGGING = (ROOT / "docs" / "how-to" / "logging.md").read_text()
 
 
@@ -103,3 +109,31 @@ def test_logging(capsys: pytest.CaptureFixture[str]) -> None:
     for run in (folder, "runs/mine"):
         (events,) = Path(run, "tensorboard").iterdir()
         assert b"accuracy/" in events.read_bytes()
+
+
+def test_optimizers() -> None:
+    names: dict[str, object] = {}
+    (code,) = blocks(OPTIMIZERS, "python")
+    exec(compile(code, "page", "exec"), names)
+    shown = [ExperimentConfig.parse(tomllib.loads(text)) for text in blocks(OPTIMIZERS, "toml")]
+    fedavg = [made.build_method("fedavg").optimizer for made in shown]
+    assert shown[0].build_method("pfedlora").adapter_optimizer == AdamW(lr=0.001)
+    assert fedavg[0] == SGD(lr=0.05, momentum=0.9)
+    assert fedavg[1].local_schedule == LocalSchedule("cosine", warmup=5, floor=0.1)
+    assert fedavg[2] == AdamW(lr=0.001, keep=True)
+    # the page names the methods that refuse to keep states, and no other
+    for name, method in METHODS.items():
+        assert bool(method.forgets) == (name in ("fednova", "fedspa", "flora", "flexlora", "fedhl"))
+
+
+def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(SAMPLING, "python")
+    exec(compile(code, "page", "exec"), {})
+    drawn = ast.literal_eval(capsys.readouterr().out)
+    assert [len(clients) for clients in drawn] == [2] * 5
+    (table,) = blocks(SAMPLING, "toml")
+    run = ExperimentConfig.parse(tomllib.loads(table)).run
+    assert (run.sampling, run.candidates) == ("loss", 30)
+    assert set(re.findall(r"^\| `(\w+)` \|", SAMPLING, re.MULTILINE)) == set(
+        get_args(get_type_hints(RunSettings)["sampling"])
+    )

@@ -58,6 +58,7 @@ OPTIMIZERS = {
     "plain": SGD(lr=0.1, weight_decay=0.01),
     "momentum": SGD(lr=0.05, momentum=0.9, clip=0.5),
     "adam": AdamW(lr=0.01),
+    "kept momentum": SGD(lr=0.05, momentum=0.9, keep=True),
 }
 
 
@@ -69,6 +70,7 @@ OPTIMIZERS = {
         *(("fedhl", "plain", s, m) for s in ("equal", "alpha") for m in (small, wrapped)),
         *(("fedhl", o, "equal", small) for o in ("momentum", "adam")),
         *((n, "momentum", "alpha", wrapped) for n in ("hetlora", "flexlora", "flora")),
+        ("hetlora", "kept momentum", "equal", small),
     ],
 )
 def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(

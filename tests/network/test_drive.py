@@ -78,6 +78,22 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     assert logged(caplog, "replies") == 4
 
 
+def test_clients_keep_the_states_of_their_optimizers_on_their_own_disks(tmp_path: Path) -> None:
+    optimizer = {"kind": "adamw", "keep": True}
+    made = small("fedavg", 4, run={"participation": 0.5, "rounds": 4}, defaults={"optimizer": optimizer})
+    carrier, result = ran(made, tmp_path, lossy({2: {0, 1, 2}}))
+    # the lost message held the evaluation after round 1, too
+    assert agrees(result, carrier, made) == {(1, 0)}
+    assert result.rounds[2].lost.keys() == {"0"}
+
+
+@pytest.mark.parametrize("sampling", ["size", "loss"])
+def test_clients_are_drawn_by_the_sizes_and_losses_that_they_report(sampling: str, tmp_path: Path) -> None:
+    made = small("fedavg", 4, run={"participation": 0.5, "rounds": 4, "sampling": sampling})
+    carrier, result = ran(made, tmp_path)
+    assert agrees(result, carrier, made) == set()
+
+
 def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
     made = small("ditto", run={"participation": 0.67})
     carrier, result = ran(made, tmp_path)

@@ -16,6 +16,7 @@ from ..config.experiment import TAGGED, method_class
 from ..config.field_help import list_fields
 from ..core.errors import ConfigError
 from ..core.losses import KINDS
+from ..data.own_partition import OwnPartition
 from ..data.sources import SOURCES
 from ..data.text.sources import TEXT_SOURCES
 from ..methods import METHODS
@@ -39,11 +40,15 @@ def build_catalog() -> list[dict[str, Any]]:
         for name, cls in METHODS.items()
     ]
     tables = [_table("Methods", ["method", "", "models", "targets", "source"], methods)]
+    own = {"partition": {"module:function": OwnPartition}}
     known: dict[str, Mapping[str, object]] = {
         "Models (model.names)": MODELS,
         "Data (data.source)": SOURCES,
         "Texts (data.source, with [language])": TEXT_SOURCES,
-        **{f"{section.title()}s ({section}.kind)": kinds for section, (kinds, _) in TAGGED.items()},
+        **{
+            f"{name.title()}s ({name}.kind)": {**kinds, **own.get(name, {})}
+            for name, (kinds, _) in TAGGED.items()
+        },
         "Losses (loss)": KINDS,
         "Metrics (run.metrics)": {name: metric.about for name, metric in METRICS.items()},
     }

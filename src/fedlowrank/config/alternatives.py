@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from ..adapters.router import Router
 from ..core.losses import Loss
-from ..core.optimizer import SGD, AdamW, Schedule
+from ..core.optimizer import SGD, AdamW, LocalSchedule, Schedule
 from ..core.switch import Switch
 from ..data.concept import CONCEPTS
+from ..data.own_partition import is_own
 from ..data.partition import PARTITIONS
 from ..data.sources import SOURCES
 from ..data.split import SPLITS
@@ -27,10 +28,12 @@ class Alternatives(NamedTuple):
     Attributes:
         default: the value where the table names none.
         switch: the field, and for each of the others the values with which it is read.
+        own_code: whether the value may name code of the user's own, which reads all fields beside it.
     """
 
     default: Any
     switch: Switch
+    own_code: bool = False
 
     def unread(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         """The fields of a table that it no longer reads with a new one laid over it, which does not give them.
@@ -43,7 +46,13 @@ class Alternatives(NamedTuple):
         # several models, or the values of a grid
         chosen = new[tag] if isinstance(new[tag], list) else [new[tag]]
         others = [name for name in old if name != tag and name not in new]
-        return [name for name in others if not any(self.switch.is_read(name, value) for value in chosen)]
+        if self.own_code and any(map(is_own, chosen)):
+            return []
+        switch = self.switch
+        if self.own_code and is_own(old.get(tag)):
+            # what only the function of before reads
+            switch = Switch(tag, {**dict.fromkeys(others, ("",)), **switch.reads})
+        return [name for name in others if not any(switch.is_read(name, value) for value in chosen)]
 
 
 def _of_classes(
@@ -65,7 +74,7 @@ def _of_switch(cls: Any) -> Alternatives:
 
 SECTIONS: Mapping[str, Alternatives] = {
     "data": _of_classes({**SOURCES, **TEXT_SOURCES}, DEFAULT_SOURCE, "source", Preparation),
-    "partition": _of_classes(PARTITIONS, "iid"),
+    "partition": _of_classes(PARTITIONS, "iid")._replace(own_code=True),
     "split": _of_classes(SPLITS, "local"),
     "concept": _of_classes(CONCEPTS, "none"),
     "model": _of_switch(ModelSettings),
@@ -82,6 +91,7 @@ SECTIONS: Mapping[str, Alternatives] = {
 _OPTIMIZER = _of_classes({"sgd": SGD, "adamw": AdamW}, "sgd")
 _TABLES: Mapping[str, Alternatives] = {
     "schedule": _of_switch(Schedule),
+    "local_schedule": _of_switch(LocalSchedule),
     "router": _of_switch(Router),
     "weighing": _of_switch(Weighing),
     "form": Alternatives("auto", Switch("kind", {"cap": ("capped",)})),

@@ -19,6 +19,7 @@ from ..data.clients import make_clients, subsample_training
 from ..data.concept import Concept, apply_concept
 from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_client, subset
 from ..data.federation import Federation
+from ..data.own_partition import OwnPartition
 from ..data.partition import Partition
 from ..data.split import Split
 from ..data.user_arrays import TARGET_WARNINGS
@@ -71,6 +72,9 @@ def share_data(experiment: FederationSettings) -> Shares:
         DataError: if the data cannot be read or divided so.
     """
     key, preparation, language = Key((experiment.run.seed,)), experiment.data.preparation, None
+    # a name that cannot be imported is an error before data are read
+    partition = experiment.partition
+    partition = partition.imported() if isinstance(partition, OwnPartition) else partition
     if experiment.language is None:
         dataset = experiment.data.load(experiment.run.seed)
     else:
@@ -78,7 +82,7 @@ def share_data(experiment: FederationSettings) -> Shares:
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
-    data = make_clients(dataset, experiment.partition, experiment.split, key)
+    data = make_clients(dataset, partition, experiment.split, key)
     if preparation.keep < 1:
         data = subsample_training(data, preparation.keep, preparation.keep_at_least, key / "keep")
     if preparation.normalize == "standard_per_client" and experiment.language is None:

@@ -19,6 +19,7 @@ from ..core.user_code import import_named
 from ..data.augment import Augment
 from ..data.concept import CONCEPTS, Concept
 from ..data.federation import Federation
+from ..data.own_partition import OwnPartition, as_partition, is_own, read_own_partition
 from ..data.partition import PARTITIONS, Partition
 from ..data.split import SPLITS, Split
 from ..language.federation import Language, LanguageSettings
@@ -87,7 +88,7 @@ class ExperimentConfig(pydantic.BaseModel):
         vary: what ``compare`` varies, each ``section.field=v1,v2,...``; of several, every combination.
         language: the language model that is adapted, or None for models of other data.
         data: the source of the data.
-        partition: of the data set among clients.
+        partition: of the data set among clients; ``kind`` may be ``module:function`` of your own.
         split: of each client's examples.
         concept: what differs between groups of clients.
         augment: how the images of training batches are changed at random.
@@ -234,13 +235,20 @@ class ExperimentConfig(pydantic.BaseModel):
         if dataclasses.is_dataclass(value) or (section in ("data", "lora") and "language" not in info.data):
             # where [language] is wrong, that is said, and what depends on it cannot be judged
             return value
+        if section == "partition":
+            value = as_partition(value)
+            if isinstance(value, OwnPartition):
+                return value
+            if isinstance(value, Mapping) and is_own(value.get("kind", "")):
+                return read_own_partition(value)
         if section == "data":
             return DataSettings.parse(value, language)
         if section == "lora":
             kind: type[Any] = PeftSettings if language else LoraSettings
             return build(kind, value, section)
         known, default = TAGGED[section]
-        return build_tagged(known, value, section, default)
+        advice = " A function of your own is named 'module:function'." if section == "partition" else ""
+        return build_tagged(known, value, section, default, advice=advice)
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -260,6 +268,8 @@ class ExperimentConfig(pydantic.BaseModel):
     def _print(self, value: Any, info: pydantic.FieldSerializationInfo) -> dict[str, Any]:
         short = info.exclude_defaults
         if info.field_name in TAGGED:
+            if isinstance(value, OwnPartition):
+                return value.to_dict()
             kinds, _ = TAGGED[info.field_name]
             return {} if type(value) is Concept else print_tagged(kinds, value, short)
         return value.to_dict(short) if isinstance(value, DataSettings) else print_fields(value, short)
@@ -296,6 +306,7 @@ class ExperimentConfig(pydantic.BaseModel):
         methods = (self.method, *self.compare, *self.methods, *(m.method for m in self.methods.values()))
         named = (*methods, *self.run.metrics)
         own = [self.loss.kind] if self.loss.is_own else []
+        own += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
         code = [*self.model.own, *self.run.callbacks, *own, *(name for name in named if ":" in name)]
         return tuple(dict.fromkeys(code))
 
@@ -410,7 +421,7 @@ class ExperimentConfig(pydantic.BaseModel):
         del now["variant"]
         before = {section: stored[section] for section in now if section in stored}
         before["method"] = {"fields": stored["method"].get("fields")}
-        # in full, so that a value is named also where it is the default; no code is named in these sections
+        # in full, so that a value is named also where it is the default; parsing imports no code of these sections
         whole = self.parse({section: stored[section] for section in _DESCRIBED if section in stored})
         for tables, experiment in ((before, whole), (now, self)):
             tables |= experiment.model_dump(mode="json", include=set(_DESCRIBED))

@@ -48,7 +48,13 @@ def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | N
 
 
 def build_tagged(
-    known: Kinds, values: Any, path: str, default: str, tag: str = "kind", also: Sequence[str] = ()
+    known: Kinds,
+    values: Any,
+    path: str,
+    default: str,
+    tag: str = "kind",
+    also: Sequence[str] = (),
+    advice: str = "",
 ) -> Any:
     """Make one of several dataclasses, chosen by the table's tag, from a table.
 
@@ -59,6 +65,7 @@ def build_tagged(
         default: the tag of a table that has none.
         tag: name of the entry that chooses.
         also: further fields of the same table, which are read elsewhere.
+        advice: what else a tag may be, for the message of an unknown one.
 
     Raises:
         ConfigError: if there is no such tag, or a field is wrong.
@@ -68,7 +75,7 @@ def build_tagged(
     refuse_misspelled_tag(values, path, tag)
     name, fields = str(values.get(tag, default)), {n: _field_names(cls) for n, cls in known.items()}
     if name not in known:
-        raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, known)}")
+        raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, known)}{advice}")
     for key in values:
         if key == tag or key in fields[name]:
             continue

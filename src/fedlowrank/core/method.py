@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from .field_checks import CheckedFields
 from .forms import Lengths, OneOf
 from .key import Key
 from .model import Model
-from .optimizer import SGD, Optimizer
+from .optimizer import SGD, Optimizer, OptimizerState, refuse_keep
 from .returned import check_function, check_passes
 from .signatures import check_class
 from .task import Batch, ClientInfo, Pass, Task
@@ -78,9 +78,24 @@ class PaddedDimensions:
     constants: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class KeptState:
+    """The state of an optimizer that goes on from the round before.
+
+    Attributes:
+        state: of the round before, or None; once the pass is over, the next one.
+    """
+
+    state: OptimizerState | None = None
+
+
 @dataclass(frozen=True)
 class Request:
-    """One call of :meth:`ClientView.train`, whose arguments these are."""
+    """One call of :meth:`ClientView.train`, whose arguments these are.
+
+    Attributes:
+        kept: where the optimizer's state comes from and goes to; None if it starts afresh and is not kept.
+    """
 
     loss: Callable[..., Tensor]
     start: Any
@@ -91,6 +106,7 @@ class Request:
     prox: Callable[..., Any] | None
     proximal_term: ProximalTerm | None = None
     padded: PaddedDimensions = PaddedDimensions()
+    kept: KeptState | None = None
 
 
 class Trainer(Protocol):
@@ -155,7 +171,7 @@ class ClientView:
             constants: further trees for the functions; no gradient is taken for them.
             precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
                 clipping, weight decay and momentum.
-            prox: ``prox(params, lr, *constants)``, applied after every step with the round's learning rate. Of
+            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate. Of
                 half precision all of it is in float32, and a step with its prox is rounded once.
             proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
                 before the rest.
@@ -254,12 +270,17 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     one_model: ClassVar[bool] = False
     """Whether a client trains and infers by one model, the one it is sent, so that a server can average the running
     statistics of its batch normalizations."""
+    forgets: ClassVar[str] = ""
+    """Why the state of an optimizer means nothing in the next round, so that ``optimizer.keep`` is refused; empty where
+    it does."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
 
     def __post_init__(self) -> None:
         check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1"}, self.title)
         check_bounds(self, self.bounds, self.title)
+        for one in fields(self) if self.forgets else ():
+            refuse_keep(one.name, getattr(self, one.name), self.title, self.forgets)
 
     @classmethod
     def check_class(cls) -> None:

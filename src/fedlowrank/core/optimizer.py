@@ -20,11 +20,12 @@ from torch import Tensor
 from .errors import ConfigError
 from .field_checks import CheckedFields
 from .switch import Switch, check_switch
+from .tree import tree
 
 
 @dataclass(frozen=True)
 class Schedule(CheckedFields):
-    """How the learning rate changes from round to round (it is constant within a round).
+    """How the learning rate changes from round to round; within a round, :class:`LocalSchedule` changes it.
 
     Attributes:
         kind: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``; cosine: from 1
@@ -49,36 +50,121 @@ class Schedule(CheckedFields):
     )
 
     def __post_init__(self) -> None:
-        if (
-            not 0 < self.factor < math.inf
-            or self.every < 1
-            or self.rounds < 1
-            or not 0 <= self.floor <= 1
-            or self.warmup < 0
-        ):
-            raise ConfigError(
-                "schedule: factor must be > 0, every and rounds >= 1, floor within [0, 1] and warmup >= 0; "
-                f"they are {self.factor}, {self.every}, {self.rounds}, {self.floor} and {self.warmup}"
-            )
-        check_switch(self, self.switch, "schedule")
-        if self.kind in ("exponential", "step") and self.factor == 1:
-            raise ConfigError(
-                f"schedule.factor = {self.factor} with schedule.kind = {self.kind!r} changes no learning rate: set "
-                "schedule.factor, such as 0.99, or leave the schedule out"
-            )
+        _check_schedule(self, "schedule", "rounds")
 
     def scale(self, round: int) -> float:
         """Factor on the learning rate in a round, counted from 0."""
-        if round < self.warmup:
-            return (round + 1) / (self.warmup + 1)
-        t = round - self.warmup
-        if self.kind == "exponential":
-            return self.factor**t
-        if self.kind == "step":
-            return self.factor ** (t // self.every)
-        if self.kind == "cosine":
-            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(t / self.rounds, 1.0))) / 2
-        return 1.0
+        return _scale(self, round, self.rounds)
+
+
+@dataclass(frozen=True)
+class LocalSchedule(CheckedFields):
+    """How the learning rate changes over the local steps of a pass; it begins again in every pass of every round.
+
+    It is a factor beside that of :class:`Schedule`, the same for all parameters.
+
+    Attributes:
+        kind: constant; exponential: ``factor ** step``; step: ``factor ** (step // every)``; cosine: from 1 to
+            ``floor`` by half a cosine, then ``floor``; linear: from 1 to ``floor`` by a line, then ``floor``. As
+            ``torch.optim.lr_scheduler`` has them, with a step of the schedule after each step of the optimizer.
+        factor: of exponential and step.
+        every: of step, in local steps.
+        steps: of cosine and linear, local steps until ``floor``; None for those of the client's pass that follow the
+            warm-up, so that clients with fewer examples fall faster.
+        floor: of cosine and linear, as a share of the learning rate.
+        warmup: local steps of linear growth from ``1 / (warmup + 1)`` before the above begins.
+    """
+
+    kind: Literal["constant", "exponential", "step", "cosine", "linear"] = "constant"
+    factor: float = 1.0
+    every: int = 1
+    steps: int | None = None
+    floor: float = 0.0
+    warmup: int = 0
+
+    switch: ClassVar[Switch] = Switch(
+        "kind",
+        {
+            "factor": ("exponential", "step"),
+            "every": ("step",),
+            "steps": ("cosine", "linear"),
+            "floor": ("cosine", "linear"),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        _check_schedule(self, "local_schedule", "steps")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it changes no learning rate."""
+        return self.kind == "constant" and not self.warmup
+
+    @property
+    def depends_on_total(self) -> bool:
+        """Whether clients with other numbers of steps have other learning rates."""
+        return self.kind in ("cosine", "linear") and self.steps is None
+
+    def scale(self, step: int, total: int) -> float:
+        """Factor on the learning rate at a step.
+
+        Args:
+            step: counted from 0.
+            total: steps of the pass.
+        """
+        return _scale(self, step, max(1, total - self.warmup) if self.steps is None else self.steps)
+
+
+def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str) -> None:
+    """Refuse numbers out of range, fields that the kind does not read, and a factor that changes nothing.
+
+    Args:
+        schedule: from its ``__post_init__``.
+        title: of the setting.
+        length: name of the field that says how long it takes until ``floor``.
+    """
+    s, until = schedule, getattr(schedule, length)
+    is_long = until is None or until >= 1
+    if not (0 < s.factor < math.inf and s.every >= 1 and is_long and 0 <= s.floor <= 1 and s.warmup >= 0):
+        raise ConfigError(
+            f"{title}: factor must be > 0, every and {length} >= 1, floor within [0, 1] and warmup >= 0; "
+            f"they are {s.factor}, {s.every}, {until}, {s.floor} and {s.warmup}"
+        )
+    check_switch(s, s.switch, title)
+    if s.kind in ("exponential", "step") and s.factor == 1:
+        raise ConfigError(
+            f"{title}.factor = {s.factor} with {title}.kind = {s.kind!r} changes no learning rate: set "
+            f"{title}.factor, such as 0.99, or leave the schedule out"
+        )
+
+
+def _scale(schedule: Schedule | LocalSchedule, place: int, length: int) -> float:
+    """Factor on the learning rate in a round or step, counted from 0; after the warm-up, length of them until floor."""
+    if place < schedule.warmup:
+        return (place + 1) / (schedule.warmup + 1)
+    t = place - schedule.warmup
+    if schedule.kind == "exponential":
+        return schedule.factor**t
+    if schedule.kind == "step":
+        return schedule.factor ** (t // schedule.every)
+    done = min(t / length, 1.0)
+    if schedule.kind == "cosine":
+        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+    return 1 - (1 - schedule.floor) * done if schedule.kind == "linear" else 1.0
+
+
+@tree
+class OptimizerState:
+    """What an optimizer keeps of the parameters of a pass.
+
+    Attributes:
+        slots: trees like the parameters, in float32 for half precision: the momentum, or the running means of
+            gradients and of their squares. Without content for a parameter that has taken no step.
+        taken: steps of each parameter, as :meth:`_Optimizer.count_kept` counts them.
+    """
+
+    slots: list[Any]
+    taken: list[int]
 
 
 @dataclass(frozen=True)
@@ -110,6 +196,12 @@ class _Optimizer(CheckedFields):
     clip: float | None
     schedule: Schedule
     groups: Mapping[str, Group]
+    keep: bool
+    local_schedule: LocalSchedule
+
+    def count_kept(self, taken: int) -> int:
+        """Number of steps that a kept state says were taken; what the next step depends on, and no more."""
+        return taken
 
     def rates(self, paths: Sequence[str], round: int) -> Rates:
         """Learning rate and weight decay of each parameter in a round.
@@ -135,8 +227,14 @@ class _Optimizer(CheckedFields):
         )
 
     def learning_rate(self, round: int) -> float:
-        """Learning rate of parameters outside every group, in a round counted from 0."""
+        """Learning rate of parameters outside every group, in a round counted from 0, before the local schedule."""
         return self.lr * self.schedule.scale(round)
+
+    def total_rate(self, round: int, steps: int) -> float:
+        """Sum of the learning rates of all local steps of a pass, of parameters outside every group."""
+        if self.local_schedule.is_constant:
+            return steps * self.learning_rate(round)
+        return self.learning_rate(round) * sum(self.local_schedule.scale(t, steps) for t in range(steps))
 
     def _group(self, path: str) -> tuple[str | None, Group]:
         parts = path.split("/")[1:]
@@ -186,12 +284,16 @@ class SGD(_Optimizer):
 
     Attributes:
         lr: learning rate.
-        momentum: factor on the running sum of gradients; it starts afresh with every pass.
+        momentum: factor on the running sum of gradients; it starts afresh with every pass, unless it is kept.
         weight_decay: multiple of the parameters added to their gradient.
         nesterov: look ahead along the momentum.
         clip: upper bound on the norm of the whole gradient, or None.
         schedule: change of the learning rate from round to round.
         groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
+        keep: whether each client keeps the momentum of every pass from round to round, as one
+            ``torch.optim.SGD`` for all rounds would; else it is 0 at the start of every pass. It is that of the
+            gradient with all that a method adds to it.
+        local_schedule: change of the learning rate over the local steps of a pass.
         kind: always ``sgd``.
     """
 
@@ -202,6 +304,8 @@ class SGD(_Optimizer):
     clip: float | None = None
     schedule: Schedule = Schedule()
     groups: Mapping[str, Group] = field(default_factory=dict)
+    keep: bool = False
+    local_schedule: LocalSchedule = LocalSchedule()
     kind: Literal["sgd"] = "sgd"
 
     def __post_init__(self) -> None:
@@ -210,6 +314,15 @@ class SGD(_Optimizer):
             raise ConfigError(f"optimizer.momentum must lie in [0, 1); it is {self.momentum}")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optimizer.nesterov needs a momentum > 0")
+        if self.keep and self.momentum == 0:
+            raise ConfigError(
+                "optimizer.keep = true does nothing without a momentum, for plain SGD keeps nothing: set "
+                "optimizer.momentum, such as 0.9, or leave optimizer.keep out"
+            )
+
+    def count_kept(self, taken: int) -> int:
+        """Whether there was a step: the momentum does not depend on how many."""
+        return min(taken, 1)
 
     def step(
         self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
@@ -241,6 +354,10 @@ class AdamW(_Optimizer):
         clip: upper bound on the norm of the whole gradient, or None.
         schedule: change of the learning rate from round to round.
         groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
+        keep: whether each client keeps the running means and the number of steps of every pass from round to
+            round, as one ``torch.optim.AdamW`` for all rounds would; else they start afresh with every pass.
+            They are those of the gradient with all that a method adds to it.
+        local_schedule: change of the learning rate over the local steps of a pass.
         kind: always ``adamw``.
     """
 
@@ -252,6 +369,8 @@ class AdamW(_Optimizer):
     clip: float | None = None
     schedule: Schedule = Schedule()
     groups: Mapping[str, Group] = field(default_factory=dict)
+    keep: bool = False
+    local_schedule: LocalSchedule = LocalSchedule()
     kind: Literal["adamw"] = "adamw"
 
     def __post_init__(self) -> None:
@@ -296,6 +415,22 @@ class _ByKind:
 
 Optimizer = Annotated[SGD | AdamW, _ByKind()]
 """One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
+
+
+def refuse_keep(path: str, optimizer: Any, title: str, reason: str) -> None:
+    """Refuse an optimizer that is to keep its state where a method cannot make use of it.
+
+    Args:
+        path: of the setting.
+        optimizer: its value; anything but an optimizer is accepted.
+        title: of the method.
+        reason: why it cannot.
+
+    Raises:
+        ConfigError: naming the setting and the reason.
+    """
+    if isinstance(optimizer, _Optimizer) and optimizer.keep:
+        raise ConfigError(f"{title}: {path}.keep = true is refused, because {reason}. Leave {path}.keep out")
 
 
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:

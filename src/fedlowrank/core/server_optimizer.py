@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .optimizer import SGD, Optimizer, clip
+from .errors import ConfigError
+from .optimizer import SGD, Optimizer, clip, refuse_keep
 from .tree import tree as node
 
 T = TypeVar("T")
@@ -34,6 +35,24 @@ class Memory:
 def fresh_memory() -> Memory:
     """Before the first step."""
     return Memory([], 0)
+
+
+def check_server_optimizer(path: str, optimizer: Optimizer, title: str) -> None:
+    """Refuse settings of a client's optimizer that a server's does not read.
+
+    Args:
+        path: of the setting.
+        optimizer: of the server.
+        title: of the method.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    refuse_keep(path, optimizer, title, "the server's optimizer always goes on from round to round")
+    if not optimizer.local_schedule.is_constant:
+        raise ConfigError(
+            f"{title}: {path}.local_schedule does nothing, for the server takes one step a round. Use {path}.schedule"
+        )
 
 
 def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: int) -> tuple[T, Memory]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from ..core.errors import DataError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -37,6 +39,58 @@ def largest_remainder(weights: npt.ArrayLike, total: int) -> IntArray:
 def shuffle_classes(labels: np.ndarray, classes: int, generator: np.random.Generator) -> list[IntArray]:
     """Positions of the examples of each class, in random order."""
     return [generator.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
+
+
+def spread_classes(shares: FloatArray, totals: IntArray) -> IntArray:
+    """Examples of each class that each client gets, by shares of the classes.
+
+    Args:
+        shares: [classes, clients]; each row adds up to 1, or is 0 where the class has no examples.
+        totals: examples of each class, [classes].
+
+    Returns:
+        Integers [clients, classes] that add up to the totals; rounding gives each example to exactly one client.
+    """
+    of_class = totals[:, None]
+    ends = np.rint(np.cumsum(shares, axis=1)[:, :-1] * of_class).astype(np.int64)
+    counts: IntArray = np.diff(ends, axis=1, prepend=0, append=of_class).T
+    return counts
+
+
+def redraw_until_large(
+    draw: Callable[[], IntArray], n: int, clients: int, min_size: int, max_redraws: int, alpha: float
+) -> IntArray:
+    """Draw counts until every client is large enough.
+
+    Args:
+        draw: gives examples per client and class, [clients, classes].
+        n: number of all examples.
+        clients: number of clients.
+        min_size: smallest number of examples of a client.
+        max_redraws: number of draws before giving up.
+        alpha: concentration by which the counts are drawn, for messages.
+
+    Raises:
+        DataError: if no draw is large enough.
+    """
+    if clients * min_size > n:
+        raise DataError(
+            f"{n} examples cannot give {clients} clients {min_size} each. "
+            "Lower partition.clients or partition.min_size."
+        )
+    best = -1
+    for _ in range(max_redraws):
+        counts = draw()
+        smallest = int(counts.sum(axis=1).min())
+        best = max(best, smallest)
+        if smallest >= min_size:
+            return counts
+    raise DataError(
+        f"none of {max_redraws} draws of the partition gave each of {clients} clients at least "
+        f"{min_size} examples; in the best one the smallest client had {best}. Raise "
+        f"partition.alpha (now {alpha:g}) or partition.max_redraws, or lower partition.clients or "
+        "partition.min_size."
+    )
 
 
 def deal_classes(positions: Sequence[IntArray], counts: IntArray) -> Parts:

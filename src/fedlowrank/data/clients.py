@@ -11,12 +11,21 @@ from ..core.errors import DataError
 from ..core.key import Key
 from .apportion import IntArray, Parts
 from .dataset import ClientData, Dataset, Examples
+from .own_partition import PartitionFunction, as_partition
 from .partition import Partition
 from .split import Pool, Split
 
 
-def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key) -> list[ClientData]:
+def make_clients(
+    dataset: Dataset, partition: Partition | PartitionFunction, split: Split, key: Key
+) -> list[ClientData]:
     """Partition a data set among clients and split each client's examples into training, validation and test.
+
+    Args:
+        dataset: whose examples are assigned.
+        partition: who gets which; or a function of your own, see :class:`.own_partition.OwnPartition`.
+        split: of each client's examples.
+        key: randomness.
 
     Returns:
         The data of each client in the order of the partition, in tensors of their own. Clients that are
@@ -30,9 +39,9 @@ def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key)
         raise DataError(
             f"data set {dataset.name!r} has no official test part, which this split needs. Use split 'local'."
         )
-    pool = Pool(dataset)
+    pool, rule = Pool(dataset), as_partition(partition)
     clients = []
-    for client, own in enumerate(_assign(pool, partition, split, key / "partition")):
+    for client, own in enumerate(_assign(pool, rule, split, key / "partition")):
         if len(own) == 0:
             raise DataError(f"client {client} has no examples. Use fewer clients or a less skewed partition.")
         positions = split.divide(pool, own, client, key / "split" / client)
@@ -74,7 +83,7 @@ def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
     if not partition.repeatable:
         raise DataError(
             f"split 'test_share' partitions the test part by the rule of the training part, which "
-            f"{type(partition).__name__} cannot: each of its clients has its own mixture. Use partition "
+            f"{type(partition).__name__} cannot: each of its clients may have its own mixture. Use partition "
             "'iid' or 'label_groups', or split 'matched' (for 'natural': 'own_test')."
         )
     try:

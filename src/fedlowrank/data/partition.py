@@ -15,8 +15,18 @@ from ..core.bounds import check_minimum
 from ..core.errors import ConfigError, DataError
 from ..core.field_checks import CheckedFields
 from ..core.key import Key
-from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
+from .apportion import (
+    FloatArray,
+    IntArray,
+    Parts,
+    deal_classes,
+    largest_remainder,
+    redraw_until_large,
+    shuffle_classes,
+    spread_classes,
+)
 from .checks import check_labels, check_positive
+from .extended_dirichlet import ExtendedDirichlet
 from .rank_skew import RankSkew
 
 # ruff: noqa: ARG002 - rules ignore the arguments that they do not need
@@ -101,29 +111,16 @@ class Dirichlet(CheckedFields):
     def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
         """See `Partition.assign`."""
         n = check_labels(labels, classes, self.clients)
-        if self.clients * self.min_size > n:
-            raise DataError(
-                f"{n} examples cannot give {self.clients} clients {self.min_size} each. "
-                "Lower partition.clients or partition.min_size."
-            )
-        totals = np.bincount(labels, minlength=classes)[:, None]
+        totals = np.bincount(labels, minlength=classes)
         generator = (key / "proportions").numpy()
-        best = -1
-        for _ in range(self.max_redraws):
-            shares = generator.dirichlet(np.full(self.clients, self.alpha), size=classes)
-            # Rounding the cumulative shares assigns every example of a class exactly once.
-            ends = np.rint(np.cumsum(shares, axis=1)[:, :-1] * totals).astype(np.int64)
-            counts = np.diff(ends, axis=1, prepend=0, append=totals).T
-            smallest = int(counts.sum(axis=1).min())
-            best = max(best, smallest)
-            if smallest >= self.min_size:
-                return deal_classes(shuffle_classes(labels, classes, (key / "order").numpy()), counts)
-        raise DataError(
-            f"none of {self.max_redraws} draws of the partition gave each of {self.clients} clients at least "
-            f"{self.min_size} examples; in the best one the smallest client had {best}. Raise "
-            f"partition.alpha (now {self.alpha:g}) or partition.max_redraws, or lower partition.clients or "
-            "partition.min_size."
-        )
+
+        def draw() -> IntArray:
+            return spread_classes(
+                generator.dirichlet(np.full(self.clients, self.alpha), size=classes), totals
+            )
+
+        counts = redraw_until_large(draw, n, self.clients, self.min_size, self.max_redraws, self.alpha)
+        return deal_classes(shuffle_classes(labels, classes, (key / "order").numpy()), counts)
 
 
 @dataclass(frozen=True)
@@ -347,5 +344,6 @@ PARTITIONS: dict[str, type] = {
     "natural": Natural,
     "label_groups": LabelGroups,
     "rank_skew": RankSkew,
+    "extended_dirichlet": ExtendedDirichlet,
 }
 """Partitions by name."""

@@ -14,6 +14,7 @@ from ..core.returned import check_pair
 from ..data.federation import Federation
 from ..models.client_buffers import collect_buffers, install_buffers
 from ..training.flops import FlopLedger
+from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.local_data import LocalData
 from ..training.trainer import LocalTrainer, Meter
 
@@ -105,12 +106,14 @@ class Engine(ABC):
         job: ClientJob,
         trainer: Trainer,
     ) -> tuple[Any, Any]:
-        """The client's box of a method with the client's own buffers: its next state, and its upload."""
-        state, task = install_buffers(task, self.boundary(job.state))
-        view = client_view(federation, task, round, job.client, trainer)
+        """The client's box with the client's own buffers and optimizer states: its next state, and its upload."""
+        state, optimizers = split_optimizers(self.boundary(job.state))
+        state, task = install_buffers(task, state)
+        keeping = KeepingTrainer(trainer, job.client, optimizers)
+        view = client_view(federation, task, round, job.client, keeping)
         found = method.local_update(state, self.boundary(job.down), view)
         state, upload = check_pair(method, found)
-        return self.boundary(collect_buffers(task, state)), self.boundary(upload)
+        return self.boundary(keeping.collect(collect_buffers(task, state))), self.boundary(upload)
 
     def trainer(
         self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo

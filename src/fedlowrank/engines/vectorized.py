@@ -281,6 +281,9 @@ def _kind(client: _Client) -> tuple[Any, ...]:
         _form(r.start, padded.start),
         _form(r.constants, padded.constants),
         term,
+        client.local.steps(r.name) if r.optimizer.local_schedule.depends_on_total else None,
+        # steps count in Adam
+        None if r.kept is None else r.kept.state and tuple(r.kept.state.taken),
     )
 
 

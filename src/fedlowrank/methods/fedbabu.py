@@ -28,7 +28,7 @@ from torch import Tensor
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, refuse_keep
 from ..core.tree import Params
 
 
@@ -53,6 +53,11 @@ class FedBABU(Method[Params, None, Params, Params]):
     title = "FedBABU"
     citation = "Oh et al., ICLR 2022, arXiv:2106.06042"
     bounds = {"fine_tuning_epochs": ">= 1"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reason = "every fine-tuning begins afresh, so that an evaluation changes no later one"
+        refuse_keep("fine_tuning_optimizer", self.fine_tuning_optimizer, self.title, reason)
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the fine-tuning before inference."""

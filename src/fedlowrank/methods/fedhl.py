@@ -97,6 +97,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     title = "FedHL"
     citation = "Peng et al. 2025, arXiv:2505.18494"
+    forgets = "the server factorizes anew in every round, and gradients of other factors say nothing of these"
 
     def __post_init__(self) -> None:
         super().__post_init__()

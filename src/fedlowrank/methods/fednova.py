@@ -18,9 +18,10 @@ With s steps to go, this step included, it is
 so d_k is a mean of gradients however many steps a client takes, and a client with more examples does not
 count twice. Where all clients take as many steps, the result is FedAvg's. With μ > 0 the server takes
 τ_eff = Σ p_k τ_k, as the authors' code does. Weight decay and clipping are part of the gradient. Refused are
-optimizers for which the paper gives no a_k: AdamW, Nesterov's momentum, and a proximal term beside momentum
-or groups of other learning rates. Choices: the server finds τ_k from n_k, E and B, which it knows, so that
-nothing but d_k is sent. Under privacy, where n_k is private, it takes one step an epoch for τ_k.
+optimizers for which the paper gives no a_k: AdamW, Nesterov's momentum, schedules within a round, and a
+proximal term beside momentum or groups of other learning rates. Choices: the server finds τ_k from n_k, E and
+B, which it knows, so that nothing but d_k is sent. Under privacy, where n_k is private, it takes one step an
+epoch for τ_k.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class FedNova(Method[Params, None, Params, Params]):
 
     title = "FedNova"
     citation = "Wang et al., NeurIPS 2020, arXiv:2007.07481"
+    forgets = "its weights of gradients are those of a momentum that begins at 0 in every round"
     one_model = True
     bounds = {"mu": ">= 0"}
 
@@ -72,11 +74,12 @@ class FedNova(Method[Params, None, Params, Params]):
         found = [n for n in ("nesterov", "momentum", "groups") if getattr(self.optimizer, n, None)]
         bad = [n for n in found if n == "nesterov" or self.mu]
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
+        bad += ["local_schedule"] * (not self.optimizer.local_schedule.is_constant)
         if bad:
             raise ConfigError(
                 "FedNova divides an update by the weights of its gradients, which the paper gives for SGD "
                 f"with momentum and mu = 0, and for plain SGD with mu > 0; but mu = {self.mu} and optimizer "
-                f"has {', '.join(bad)}. Use one of the two; clip, weight decay and a schedule are fine"
+                f"has {', '.join(bad)}. Use one of the two; clip, weight decay and a schedule over rounds are fine"
             )
 
     @property

@@ -120,6 +120,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     title = "FedSpa"
     citation = "Huang et al. 2022, arXiv:2201.11380"
+    forgets = "the momentum of earlier rounds would move weights that the new mask leaves out"
     bounds = {"density": "> 0 and <= 1", "prune": ">= 0 and <= 1"}
     uses_rounds = True
 

@@ -63,6 +63,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     title = "FlexLoRA"
     citation = "Bai et al., NeurIPS 2024, arXiv:2402.11505"
+    forgets = "the server factorizes anew in every round, and gradients of other factors say nothing of these"
 
     def remarks(self, task: Task) -> list[str]:
         """Ranks that are above what a layer can have."""

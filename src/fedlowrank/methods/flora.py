@@ -79,6 +79,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     title = "FLoRA"
     citation = "Wang et al., NeurIPS 2024, arXiv:2409.05976"
+    forgets = "a client trains new factors in every round"
 
     def remarks(self, task: Task) -> list[str]:
         """Ranks that are above what a layer can have."""

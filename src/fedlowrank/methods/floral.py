@@ -36,7 +36,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
-from ..core.server_optimizer import Memory, fresh_memory, server_step
+from ..core.server_optimizer import Memory, check_server_optimizer, fresh_memory, server_step
 from ..core.tree import cast_like, tree, widen
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
@@ -113,6 +113,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranks_or_budgets(type(self).__name__, self.rank, self.rank_pattern)
+        check_server_optimizer("server_optimizer", self.server_optimizer, self.title)
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""

@@ -11,7 +11,8 @@ Algorithm 1.
                             c ← c + |S|/K mean_S (c_k⁺ - c_k)                           server_update
 
 All control variates start at zero, so that c is the mean of all K clients' c_k in every round, absentees
-included. τ is the number of steps of this very client and η the learning rate of this round. (x - y)/(τη) is
+included. τ is the number of steps of this very client and η the learning rate of this round; with a schedule
+within the round, τη is the sum of the learning rates of the steps, and the mean is weighted by them. (x - y)/(τη) is
 the mean of the directions taken, so c_k⁺ is the mean gradient of the round only if a step is η times a
 gradient: momentum, AdamW, groups of other rates and clipping are refused. Weight decay is part of the
 gradient: the objective is F_k + wd/2 ‖y‖², and c_k holds the mean of ∇F_k(y) + wd y. Means are plain, as in
@@ -66,9 +67,9 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
             raise ConfigError(
-                "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (steps * lr), which "
+                "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (sum of lr), which "
                 f"is right only if every step is lr times a gradient; but optimizer has {', '.join(bad)}. "
-                "Use plain SGD; weight decay and a schedule are fine"
+                "Use plain SGD; weight decay and schedules are fine"
             )
 
     def server_init(self, task: Task) -> Controlled:
@@ -86,7 +87,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         y = view.train(
             supervised_loss(view.model), down.model, "local", self.optimizer, proximal_term=correction
         )
-        way = view.steps("local") * self.optimizer.learning_rate(view.round)
+        way = self.optimizer.total_rate(view.round, view.steps("local"))
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
         # the client adds what it sends, so that both sides hold the same sum

@@ -21,6 +21,13 @@ from .low_rank import format_ranks
 from .measures import ACCURACY, LOSS
 from .trust import describe_trust
 
+_SAMPLING = {
+    "poisson": ", each drawn by itself (Poisson sampling)",
+    "size": ", drawn in proportion to their numbers of training examples",
+    "loss": ", those with the highest training loss of some drawn by size (Power-of-Choice)",
+}
+"""How clients are drawn, by ``run.sampling``."""
+
 
 def describe_setting(groups: Sequence[RunGroup]) -> str:
     """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
@@ -56,7 +63,7 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
         found.append(f"Ranks of the clients: {ranks}.")
     share = parts["run"].get("participation")
     part = f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""
-    coin = ", each drawn by itself (Poisson sampling)" if parts["run"].get("sampling") == "poisson" else ""
+    coin = _SAMPLING.get(str(parts["run"].get("sampling")), "")
     found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}{coin}.")
     found += describe_trust(run)
     seeds = list(dict.fromkeys(seed_of(one.record) for group in groups for one in group.runs))

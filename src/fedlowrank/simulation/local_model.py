@@ -20,6 +20,7 @@ from ..data.federation import Federation
 from ..engines.base import AnyMethod, Engine
 from ..linalg.matricize import count_parameters
 from ..models.client_buffers import install_buffers
+from ..training.kept_optimizers import split_optimizers
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def local_model(
     """
     trainer = engine.trainer(method, federation, round, info)
     known = server is not None or down is None
-    state, task = install_buffers(task, state)
+    state, task = install_buffers(task, split_optimizers(state)[0])
     model = task.model(info).with_local_statistics(trainer.inputs, trainer.whose)
     view = ClientView(info, task, model, round, trainer.data.key, trainer)
     with torch.inference_mode(False):

@@ -110,6 +110,7 @@ class RoundResults:
         self.lost: dict[str, str] = {}
         self.not_finite: dict[int, str] = {}
         self.meters: list[Meter] = []
+        self._losses_of: dict[int, float] = {}
         self.arrived: set[int] = set()
 
     def add(self, info: ClientInfo, result: ClientResult, contribute: Contribute) -> None:
@@ -137,6 +138,8 @@ class RoundResults:
             self.lost[str(info.id)] = reason
             return
         self.arrived.add(info.id)
+        if found := result.meter.losses.values():
+            self._losses_of[info.id] = sum(found) / len(found)
         self._waiting[info.id] = result.state
         if len(self._waiting) >= BATCH:
             self._store()
@@ -182,6 +185,10 @@ class RoundResults:
         # memory open
         compact = {client: tree.map(_compacted, state) for client, state in self._waiting.items()}
         self._states, self._waiting = self._states | compact, {}
+
+    def client_losses(self) -> dict[int, float]:
+        """Mean over its passes of the training loss of each client whose reply arrived."""
+        return {client: loss for client, loss in self._losses_of.items() if client in self.arrived}
 
     def mean_losses(self) -> dict[str, float]:
         """Mean over all clients of each pass's loss."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..core import tree
@@ -36,6 +36,7 @@ from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
 from .single_examples import check_single_examples
+from .unequal_sampling import WithLosses, check_weights, next_losses
 
 MANY = 1000
 """Clients up to which all are evaluated; of more, half of this number."""
@@ -51,11 +52,22 @@ class State:
         round: rounds completed.
         server: state of the server.
         clients: states of clients that have taken part.
+        losses: last known training loss of each client, where clients are drawn by it.
     """
 
     round: int
     server: Any
     clients: ClientStore
+    losses: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def stored_server(self) -> Any:
+        """What a checkpoint holds of the server."""
+        return (
+            WithLosses(self.server, {str(i): x for i, x in self.losses.items()})
+            if self.losses
+            else self.server
+        )
 
 
 class Run:
@@ -125,6 +137,8 @@ class Run:
                 seeded=not self.is_deployed,
                 noise=plan.noise,
             )
+        if settings.sampling in ("size", "loss"):
+            check_weights(method, self.task, settings.sampling)
         method = average_statistics(method, self.task, settings)
         count = round(draws.expected)
         chosen = engine.settle(method, self.federation, count, plan.engine)
@@ -146,6 +160,7 @@ class Run:
         self._warned: set[int] = set()
         self.stopped = ""
         self._usual: tuple[Federation, int] | None = None
+        self._weights: tuple[Federation, dict[int, int]] | None = None
         self.evaluated = self._evaluated_clients()
         self.evaluate_every = settings.evaluate_every or 1
         # every client's state can be made: a method that does not fit says so now, not in round 7
@@ -165,7 +180,10 @@ class Run:
 
         moved = LazyMapping(state.clients, lambda i: move(state.clients[i]))
         clients = self.new_store() | (state.clients if self.settings.device == "cpu" else moved)
-        self.state = State(state.round, move(state.server), clients)
+        server, losses = state.server, dict(state.losses)
+        if isinstance(server, WithLosses):
+            server, losses = server.server, {int(i): x for i, x in server.losses.items()}
+        self.state = State(state.round, move(server), clients, losses)
 
     def new_store(self) -> ClientStore:
         """An empty one, as the settings want it."""
@@ -193,7 +211,8 @@ class Run:
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
-        chosen = self.method.participants(self.draws.draw(round), self.draws.seen)
+        drawn = self.draws.draw(round, [i.examples for i in infos], self.state.losses)
+        chosen = self.method.participants(drawn, self.draws.seen)
         return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen, round))]
 
     @property
@@ -274,7 +293,10 @@ class Run:
         self._warn_of_dropped(found)
         self.unsaved |= found.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
-        self.state = State(t + 1, server, self.state.clients | found.client_states())
+        last = self.state.losses
+        if self.settings.sampling == "loss":
+            last = next_losses(last, found.client_losses(), [i.id for i in infos])
+        self.state = State(t + 1, server, self.state.clients | found.client_states(), last)
         down, up, meters, lost = sent.total, found.volume.total, found.meters, found.lost
         record = RoundRecord(
             round=self.round,
@@ -312,7 +334,14 @@ class Run:
         return self.method.contribution(upload, self.counted(info), self.state.server)
 
     def counted(self, info: ClientInfo) -> ClientInfo:
-        """A client with the number of examples by which it counts under the rule of the run."""
+        """A client with the number of examples by which it counts under the rule and the sampling of the run."""
+        if self.settings.sampling == "loss":
+            return dataclasses.replace(info, examples=1)
+        if self.settings.sampling == "size":
+            if self._weights is None or self._weights[0] is not self.federation:
+                sizes = [i.examples for i in self.federation.infos]
+                self._weights = self.federation, self.draws.weights(sizes)
+            return dataclasses.replace(info, examples=self._weights[1].get(info.id, info.examples))
         robust = self.trust.robust
         if robust.rule == "mean":
             return info

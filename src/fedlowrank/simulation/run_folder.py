@@ -196,7 +196,7 @@ class RunFolder:
             os.fsync(file.fileno())
         changed = LazyMapping(sorted(run.unsaved), run.state.clients.__getitem__)
         keep = run.settings.keep_checkpoints
-        checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed, keep)
+        checkpoint.save(self.path / "checkpoint", run.round, run.state.stored_server, changed, keep)
         run.unsaved.clear()
         self._saved, self._saved_round = time.monotonic(), run.round
 
@@ -207,7 +207,7 @@ class RunFolder:
 
     def save_best(self, run: Run) -> None:
         """Write the whole state as it stands to ``best``, beside the checkpoints."""
-        checkpoint.save(self.path / "best", run.round, run.state.server, run.state.clients)
+        checkpoint.save(self.path / "best", run.round, run.state.stored_server, run.state.clients)
 
     def read(self, run: Run, which: str = "checkpoint") -> dict[str, Any]:
         """Put a run where its last checkpoint was, and leave the folder as it is.

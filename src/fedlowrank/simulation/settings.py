@@ -26,7 +26,13 @@ class RunSettings(CheckedFields):
         rounds: T, rounds of communication.
         participation: C, share of the clients that take part in a round, in (0, 1].
         sampling: fixed draws the same number of clients every round; poisson draws every client by itself
-            with probability C, as differential privacy counts best, so that a round may have none.
+            with probability C, as differential privacy counts best, so that a round may have none; size draws
+            as many as fixed, each in proportion to its training examples, and the mean of their replies is weighted
+            so that it is unbiased; loss draws candidates by size and takes those with the highest training loss,
+            whose plain mean counts (Power-of-Choice); see :mod:`fedlowrank.simulation.unequal_sampling`. The
+            latter two are refused under privacy, secure sums and robust rules.
+        candidates: d of sampling by loss, from the number of clients in a round to all; None for twice the
+            clients of a round.
         unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
             others, by whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
@@ -92,7 +98,8 @@ class RunSettings(CheckedFields):
 
     rounds: int = 50
     participation: float = 1.0
-    sampling: Literal["fixed", "poisson"] = "fixed"
+    sampling: Literal["fixed", "poisson", "size", "loss"] = "fixed"
+    candidates: int | None = None
     unseen: float = 0.0
     seed: int = 0
     engine: Literal["sequential", "vectorized", "processes", "ray", "auto", "wire", "flower"] = "auto"
@@ -136,7 +143,7 @@ class RunSettings(CheckedFields):
         object.__setattr__(self, "metrics", check_names(self.metrics))
         counts = (
             "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",
-            "patience",
+            "patience", "candidates",
         )  # fmt: skip
         for name in counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -160,10 +167,40 @@ class RunSettings(CheckedFields):
             raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
         if not 0 <= self.lost_replies < 1:
             raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
+        _check_sampling(self)
         _check_names(self)
         _check_device(self.device)
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
+
+
+def _check_sampling(settings: RunSettings) -> None:
+    if settings.candidates is not None and settings.sampling != "loss":
+        raise ConfigError(
+            f"run.candidates = {settings.candidates} does nothing with run.sampling = {settings.sampling!r}: set run.sampling "
+            "to 'loss', or leave run.candidates out"
+        )
+    if settings.sampling in ("fixed", "poisson"):
+        return
+    others = (
+        (
+            settings.privacy.kind != "none",
+            "privacy",
+            "the accountant knows draws that do not depend on clients' data",
+        ),
+        (settings.secure.on, "secure", "the server would see sizes and losses of single clients"),
+        (
+            settings.robust.rule != "mean",
+            "robust",
+            "a client could have itself drawn by the size or loss that it reports",
+        ),
+    )
+    for is_set, section, reason in others:
+        if is_set:
+            raise ConfigError(
+                f"run.sampling = {settings.sampling!r} does not go with run.{section}, because {reason}. Set run.sampling to "
+                f"'fixed' or 'poisson', or leave run.{section} out"
+            )
 
 
 def _check_names(settings: RunSettings) -> None:

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core import tree
-from ..core.method import Batch, ProximalTerm, Request
+from ..core.method import Batch, KeptState, ProximalTerm, Request
+from ..core.optimizer import OptimizerState
 from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from .feed import BufferPool, Feed, flat
+from .kept_optimizers import slot_like
 from .stacked import Stacked, UnsupportedError, stack, without_rows
 from .steps import Work, refill, tensors_like
 from .trainer import LocalTrainer
@@ -32,9 +34,10 @@ class Stack(Work):
         round: counted from 0.
         compare: whether the functions are evaluated for single clients, too, in the first step, and their
             results compared.
+        steps: of the pass, where a schedule within it depends on them.
     """
 
-    def __init__(self, requests: Sequence[Request], round: int, compare: bool = True) -> None:
+    def __init__(self, requests: Sequence[Request], round: int, compare: bool = True, steps: int = 1) -> None:
         first = requests[0]
         self._compare = compare
         term = None
@@ -45,14 +48,16 @@ class Stack(Work):
             )
             term = ProximalTerm(first.proximal_term.strength, center, linear)
         start = stacked(zero_padded([r.start for r in requests], first.padded.start))
+        self._requests, self._states = requests, list[OptimizerState]()
         constants = stacked(zero_padded([r.constants for r in requests], first.padded.constants))
         whole = Request(
-            first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term
-        )
+            first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term,
+            kept=_stacked_state(requests),
+        )  # fmt: skip
         # a stack is a copy already
-        super().__init__(whole, round, copy=False)
+        super().__init__(whole, round, steps, copy=False)
         self._all = self.params, self.constants, self.center, self.linear
-        self.steps_in_backward = self.is_plain_sgd and self.request.prox is None
+        self.steps_in_backward = self.is_plain_sgd and self.request.prox is None and not self.is_scheduled
         self._stack()
 
     def _stack(self) -> None:
@@ -71,6 +76,7 @@ class Stack(Work):
 
     def narrow(self, clients: int) -> None:
         """Go on with the first clients alone; their parameters are leaves that share the memory of all."""
+        self._leave(clients)
         params, constants, center, linear = self._all
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
@@ -80,6 +86,29 @@ class Stack(Work):
         )
         self.memory = [[None if m is None else m[:clients] for m in ms] for ms in self.memory]
         self._stack()
+
+    def _leave(self, clients: int) -> None:
+        """Note the optimizer states of all but the first clients, which take no further step."""
+        if self.request.kept is None:
+            return
+        taken = [self.request.optimizer.count_kept(n) for n in self.taken]
+        left = self._requests[clients : len(self._requests) - len(self._states)]
+        states = []
+        for k, request in enumerate(left, clients):
+            rows = [[None if m is None else m[k] for m in ms] for ms in self.memory]
+            # of padded dimensions, what is the client's
+            shapes = [tuple(map(slice, t.shape)) for t in tree.tensors(request.start)]
+            own = [[None if m is None else m[s] for m, s in zip(ms, shapes, strict=True)] for ms in rows]
+            slots = [tree.canonical(slot_like(request.start, ms)) for ms in own]
+            states.append(OptimizerState(slots, taken))
+        self._states = states + self._states
+
+    def keep_states(self) -> None:
+        """Hand the optimizer states to the requests, once all steps are taken."""
+        self._leave(0)
+        for request, state in zip(self._requests, self._states, strict=False):
+            if request.kept is not None:
+                request.kept.state = state
 
     def advance(self, batch: Batch, count: int) -> Tensor:
         """Take a step of each client.
@@ -232,7 +261,7 @@ def train_cohort(
     steps = [t.steps(name) for t in trainers]
     feed = Feed([t.data for t in trainers], name, pool)
     losses: list[Tensor] = []
-    work = Stack(requests, round, compare)
+    work = Stack(requests, round, compare, steps[0])
     active = len(trainers)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
@@ -240,7 +269,22 @@ def train_cohort(
             work.narrow(active)
         values = work.advance(feed.batch(count, active), count)
         losses.append(values if active == len(steps) else functional.pad(values, (0, len(steps) - active)))
+    work.keep_states()
     return work.ends, torch.stack(losses, 1)
+
+
+def _stacked_state(requests: Sequence[Request]) -> KeptState | None:
+    """The optimizer states that clients keep, which have taken equally many steps; None where they keep none."""
+    first = requests[0]
+    if first.kept is None:
+        return None
+    states = [r.kept.state for r in requests if r.kept is not None and r.kept.state is not None]
+    if not states:
+        return KeptState()
+    slots = [
+        zero_padded(list(trees), first.padded.start) for trees in zip(*(s.slots for s in states), strict=True)
+    ]
+    return KeptState(OptimizerState([stacked(trees) for trees in slots], states[0].taken))
 
 
 def stacked(trees: list[Any]) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..core import tree
 from ..core.loss import check_loss
 from ..core.method import Batch, ProximalTerm, Request
-from ..core.optimizer import SGD, Rates, clip
+from ..core.optimizer import SGD, OptimizerState, Rates, clip
+from .kept_optimizers import slot_like
 from .local_data import channels_last
 
 T = TypeVar("T")
@@ -25,13 +26,15 @@ class Work:
     Args:
         request: what is trained.
         round: counted from 0.
+        steps: of the pass, for a schedule within it.
         copy: False if the start belongs to this object already.
 
     Attributes:
         now: the tree of parameters.
         params: its tensors.
         constants: of the request, in the fastest memory layout.
-        rates: learning rate and weight decay of each tensor.
+        rates: learning rate and weight decay of each tensor, before the schedule within the pass.
+        is_scheduled: whether the learning rate changes within the pass.
         memory: what the optimizer keeps, lists with an entry for each tensor; None before its first step.
         taken: steps of each tensor.
         center: tensors of the proximal term's center, or None.
@@ -39,7 +42,7 @@ class Work:
         is_plain_sgd: whether a step only subtracts the gradient times the learning rate.
     """
 
-    def __init__(self, request: Request, round: int, copy: bool = True) -> None:
+    def __init__(self, request: Request, round: int, steps: int = 1, copy: bool = True) -> None:
         self.request = request
         start = list(tree.leaves(request.start))
         copies = [t.detach().clone() if copy else t.detach() for _, t in start]
@@ -53,8 +56,14 @@ class Work:
         self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
         self.memory: list[list[Tensor | None]] = []
         self.taken = [0] * len(self.params)
+        before = None if request.kept is None else request.kept.state
+        if before is not None:
+            self.taken = list(before.taken)
+            self.memory = [[_own(t, copy) for t in tensors_like(request.start, s)] for s in before.slots]
         self._is_half = any(tree.wide_type(p.dtype) != p.dtype for p in self.params)
         self._lr = request.optimizer.learning_rate(round)
+        self._step, self._steps = 0, steps
+        self.is_scheduled = not request.optimizer.local_schedule.is_constant
         self.is_plain_sgd = self._is_plain_sgd()
 
     def _is_plain_sgd(self) -> bool:
@@ -66,6 +75,11 @@ class Work:
             and not any(self.rates.weight_decay)
             and all(f is None for f in further)
         )
+
+    def optimizer_state(self) -> OptimizerState:
+        """What the optimizer keeps after the steps so far."""
+        taken = [self.request.optimizer.count_kept(n) for n in self.taken]
+        return OptimizerState([slot_like(self.request.start, slot) for slot in self.memory], taken)
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch."""
@@ -117,6 +131,7 @@ class Work:
         self._optimize(params, grads, [i for i, u in enumerate(unused) if depends or not u])
         if request.prox is not None:
             params = self._after_prox(params, request.prox)
+        self._step += 1
         if params is not self.params:
             torch._foreach_copy_(self.params, params)
 
@@ -125,9 +140,10 @@ class Work:
         groups: dict[int, list[int]] = {}
         for i in which:
             groups.setdefault(self.taken[i], []).append(i)
+        scale = self._scale()
         for count, group in groups.items():
             rates = Rates(
-                *([values[i] for i in group] for values in (self.rates.lr, self.rates.weight_decay))
+                [scale * self.rates.lr[i] for i in group], [self.rates.weight_decay[i] for i in group]
             )
             memory = (
                 [[m for i in group if (m := kept[i]) is not None] for kept in self.memory] if count else []
@@ -143,6 +159,10 @@ class Work:
             for i in group:
                 self.taken[i] += 1
 
+    def _scale(self) -> float:
+        """Factor of the schedule within the pass on the learning rate of this step."""
+        return self.request.optimizer.local_schedule.scale(self._step, self._steps)
+
     def _after_prox(self, params: list[Tensor], prox: Callable[..., Any]) -> list[Tensor]:
         """The prox of parameters, in float32 for half precision.
 
@@ -150,7 +170,7 @@ class Work:
         are not all finite, the pass goes on, and the check of its losses and parameters names the client and
         the step.
         """
-        lr = self._lr
+        lr = self._scale() * self._lr
 
         def of_all(_: Any, p: Any, *constants: Any) -> Any:
             return prox(p, lr, *tree.widen(constants))
@@ -173,6 +193,11 @@ class Work:
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients whose common norm is at most ``bound``."""
         return clip(grads, bound)
+
+
+def _own(t: Tensor, copy: bool) -> Tensor:
+    """A tensor that steps may change in place, in the fastest memory layout."""
+    return channels_last(t.detach().clone() if copy else t.detach())
 
 
 def densify(grads: Iterable[Tensor | None]) -> list[Tensor | None]:

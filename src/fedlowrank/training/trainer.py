@@ -95,6 +95,7 @@ class LocalTrainer:
                     self.round,
                     self.micro_batch,
                     self._counting(kind, standard),
+                    self.steps(name),
                 )
         except LossError as error:
             where = f"{self.data.info.title}, round {self.round}, pass {name!r}"
@@ -236,6 +237,7 @@ def descend(
     round: int,
     micro_batch: int | None = None,
     counting: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+    steps: int = 1,
 ) -> tuple[Any, Tensor]:
     """Take one step a batch.
 
@@ -245,17 +247,20 @@ def descend(
         round: counted from 0.
         micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
         counting: entered around each loss and its gradient.
+        steps: how many batches there are, for a schedule within the pass.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
     """
-    work = Work(request, round)
+    work = Work(request, round, steps)
     losses: list[Tensor] = []
     for batch in batches:
         with counting(batch):
             value, grads = _gradient(work, batch, micro_batch)
         work.step(grads)
         losses.append(value)
+    if request.kept is not None:
+        request.kept.state = work.optimizer_state()
     return work.now, torch.stack(losses)
 
 

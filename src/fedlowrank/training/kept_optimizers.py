@@ -1,0 +1,118 @@
+"""Optimizer states that a client keeps from round to round (``optimizer.keep``), beside its method's state.
+
+Methods know nothing of them. An engine takes a client's optimizer states out of what the client keeps, hands each to
+the pass that it belongs to, and stores what the pass makes of it. So they are committed with the client's state: a
+client that skips a round goes on from its last one, and a client whose reply is lost keeps the states of before. They
+never travel. An adaptation before inference is no pass of a round: it begins afresh and changes none.
+
+A pass that a method takes several times in a round has a state for each time. The learning rate, weight decay and
+everything else that a step needs are those of the round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ..core import tree
+from ..core.errors import TaskError
+from ..core.method import ClientInfo, KeptState, Request, Trainer
+from ..core.optimizer import OptimizerState
+
+T = TypeVar("T")
+
+
+@tree.tree
+class StateWithOptimizers:
+    """What a client keeps when it keeps states of its optimizers.
+
+    Attributes:
+        state: of the method, maybe with buffers.
+        optimizers: by the name of the pass, one for each time that the pass is taken in a round.
+    """
+
+    state: Any
+    optimizers: dict[str, list[OptimizerState]]
+
+
+def split_optimizers(client_state: Any) -> tuple[Any, dict[str, list[OptimizerState]]]:
+    """Separate what a client keeps into the rest and the states of its optimizers."""
+    if isinstance(client_state, StateWithOptimizers):
+        return client_state.state, client_state.optimizers
+    return client_state, {}
+
+
+class KeepingTrainer:
+    """Hands the optimizer states of a client to its passes, and collects the next ones.
+
+    Args:
+        trainer: executes the passes.
+        client: whose they are, for errors.
+        states: of the client's last round.
+    """
+
+    def __init__(self, trainer: Trainer, client: ClientInfo, states: dict[str, list[OptimizerState]]) -> None:
+        self._trainer, self._client, self._states = trainer, client, states
+        self._next: dict[str, list[OptimizerState]] = {}
+        self._taken: Counter[str] = Counter()
+
+    def train(self, request: Request) -> Any:
+        """See :meth:`fedlowrank.core.method.ClientView.train`."""
+        if not request.optimizer.keep:
+            return self._trainer.train(request)
+        name, known = request.name, self._states.get(request.name, [])
+        place = self._taken[name]
+        self._taken[name] += 1
+        before = known[place] if place < len(known) else None
+        if before is not None:
+            self._check(request, before)
+        kept = KeptState(before)
+        end = self._trainer.train(dataclasses.replace(request, kept=kept))
+        if kept.state is not None:
+            self._next.setdefault(name, []).append(kept.state)
+        return end
+
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.method.ClientView.total`."""
+        return self._trainer.total(statistic, params, constants)
+
+    def steps(self, name: str) -> int:
+        """See :meth:`fedlowrank.core.method.ClientView.steps`."""
+        return self._trainer.steps(name)
+
+    def collect(self, client_state: Any) -> Any:
+        """What the client stores; a pass that this round did not take, or fewer times, keeps its states."""
+        left = {name: known[self._taken[name] :] for name, known in self._states.items()}
+        states = left | {name: [*found, *left.get(name, [])] for name, found in self._next.items()}
+        return StateWithOptimizers(client_state, states) if states else client_state
+
+    def _check(self, request: Request, before: OptimizerState) -> None:
+        """Refuse a state of other parameters than those that are trained now."""
+        now = _shapes(request.start)
+        for slot in before.slots:
+            if (old := _shapes(slot)) != now:
+                path = next((p for p in {**now, **old} if now.get(p) != old.get(p)), "")
+                raise TaskError(
+                    f"optimizer.keep: the state that {self._client.title} keeps of its optimizer does not fit what it "
+                    f"trains in pass {request.name!r}: {path or 'the tree'} had shape {old.get(path, 'none')} when it "
+                    f"trained last, and has {now.get(path, 'none')} now. Set optimizer.keep = false for this method."
+                )
+
+
+def _shapes(value: Any) -> dict[str, list[int]]:
+    return {path: list(t.shape) for path, t in tree.leaves(value)}
+
+
+def slot_like(start: Any, tensors: Sequence[Tensor | None]) -> Any:
+    """One of the values that an optimizer keeps of each parameter, as a tree; 0 where it keeps none yet."""
+    found = iter(tensors)
+
+    def fill(p: Tensor) -> Tensor:
+        t = next(found)
+        return tree.widen(p).new_zeros(p.shape) if t is None else t.detach()
+
+    return tree.map(fill, start)
