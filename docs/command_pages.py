@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from roles import remove_roles
+from docstrings import remove_roles
 
 from fedlowrank.cli.main import parser
 from fedlowrank.config.field_help import format_field_help

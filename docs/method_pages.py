@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roles import remove_roles
+from docstrings import remove_roles
 
 from fedlowrank.config.field_help import list_fields
 from fedlowrank.core import tree

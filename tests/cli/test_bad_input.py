@@ -514,6 +514,7 @@ def test_a_report_that_cannot_be_written(capsys: Capsys) -> None:
     Path("plain").write_text("")
     assert "plain" in refused(capsys, "report", "runs/small/fedavg-s0", "-o", "plain/report.html")
     assert "runs" in refused(capsys, "report", "runs/small/fedavg-s0", "-o", "runs")
+    pytest.importorskip("tensorboard")
     assert "plain" in refused(capsys, "report", "runs/small/fedavg-s0", "--tensorboard", "plain")
 
 

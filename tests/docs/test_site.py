@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from fedlowrank.methods import METHODS, FedSLR
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+REPOSITORY = "https://host.org/owner/fedlowrank"
 
 
 def script(name: str) -> ModuleType:
@@ -59,9 +61,15 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     quiet = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    # as of a clone from there, whatever this one is of
+    origin = {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "remote.origin.url",
+        "GIT_CONFIG_VALUE_0": REPOSITORY,
+    }
     found = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
-        cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=os.environ | quiet | origin, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     return folder
@@ -82,6 +90,19 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_other_hosts(site:
             assert target.is_file(), f"{path.relative_to(site)} links to {link}"
             if target in pages and parts.fragment:
                 assert unquote(parts.fragment) in pages[target].anchors, f"{path.relative_to(site)}: {link}"
+
+
+@pytest.mark.full
+def test_every_page_has_a_search_box_and_a_link_to_the_repository(site: Path) -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    if "Repository" not in urls and not (ROOT / ".git").exists():
+        pytest.skip("not a git clone")
+    for path in site.rglob("*.html"):
+        assert urls.get("Repository", REPOSITORY) in Page(path).links, path
+        text = path.read_text()
+        assert 'data-md-component="search-query"' in text
+        # of this the theme's script asks the host for stars
+        assert 'data-md-component="source"' not in text
 
 
 @pytest.mark.full

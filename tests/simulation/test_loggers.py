@@ -130,6 +130,8 @@ READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow
 def test_values_while_it_runs_and_after_a_resume(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    for name in READERS:
+        pytest.importorskip(name)
     folder, plain = tmp_path / "run", run(None)
     seen: dict[int, set[int]] = {}
 
@@ -180,5 +182,9 @@ def test_what_cannot_be_logged() -> None:
         run("run", log=("tensorbord",))
     with pytest.raises(ConfigError, match=r"log: a list is needed"):
         run("run", log="wandb")
+
+
+def test_a_run_without_a_folder_is_not_logged() -> None:
+    pytest.importorskip("tensorboard")
     with pytest.raises(ConfigError, match="needs a run folder"):
         run(None, log=("tensorboard",))
