@@ -228,7 +228,8 @@ class TestUnseen:
         assert "unseen" not in main_of(everyone)
         loss = RunStatistics(run).results("personal", LOSS)
         assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
-        assert target_of([run]).value == 0.7
+        later = make_run("b", rounds=rounds_of([[0.1], [0.5], [0.9]]))
+        assert target_of([run, later]).value == 0.7
 
     @pytest.mark.parametrize(
         ("regression", "block", "cell"), [(False, "accuracy", "30.00 ± 10.00"), (True, "loss", "4.0 ± 1.0")]

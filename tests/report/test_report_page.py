@@ -12,6 +12,7 @@ from report_runs import cloud, members, page_of, regression_of, rounds_of, two_s
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
 from fedlowrank.report.groups import group_runs
+from fedlowrank.report.page import card_widths
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -123,8 +124,58 @@ def test_hostile_names_are_only_text(make_run, written):
 def test_mixed_experiments_have_sections_and_a_note(make_run, written):
     text = written([make_run("a", name="one"), make_run("a", name="two"), make_run("b", name="one")])
     assert "2 different experiments: one, two" in text
-    assert text.count('<section class="experiment"') == text.count('<div class="card">') == 2
+    assert text.count('<section class="experiment"') == text.count('<div class="card half">') == 2
     parse(text)
+
+
+def test_rows_of_cards_are_full():
+    """Thirds, halves or wholes that add up to whole rows, of two widths at most and never one alone among others."""
+    parts = {"third": 2, "half": 3, "whole": 6}
+    for count in range(1, 20):
+        widths = card_widths(count)
+        assert len(widths) == count
+        assert sum(parts[width] for width in widths) == 6 * -(-count // 3)
+        assert ("whole" in widths) is (count == 1)
+    assert card_widths(5) == ["third"] * 3 + ["half"] * 2
+
+
+def card_of(text):
+    """The text of the first card without its figure."""
+    (card,) = re.findall(r'(?s)<div class="card [a-z]+">.*?</div>', text)[:1]
+    return re.sub(r"<[^>]*>", " ", card).replace("\xa0", " ")
+
+
+def test_a_card_has_one_number_and_its_interval(make_run, written):
+    runs = [
+        make_run(m, s, rounds=rounds_of([[0.1], [0.2 + 0.1 * s], [top + 0.01 * s]]))
+        for m, top in (("x", 0.8), ("y", 0.5))
+        for s in (0, 1, 2)
+    ]
+    assert re.findall(r"\d[\d.]*(?: %)?|\[", card_of(written(runs)).replace("95 % interval", "")) == [
+        "81.0 %", "[", "78.5", "83.5",
+    ]  # fmt: skip
+    # Student's t with two degrees of freedom: 4.303 · 0.01 / √3 = 0.0248
+    single = card_of(written(runs[::3]))
+    assert re.findall(r"[\d.]+", single) == ["80.0"]
+    assert "one seed" in single
+    loss = card_of(written([make_run("x", rounds=regression_of([[2.0, 2.0], [0.5, 0.7]]))]))
+    assert re.findall(r"[\d.]+", loss) == ["0.600"]
+    assert "nothing to compare" in card_of(written([make_run("x", rounds=[])]))
+    sweep = [make_run(m, vary={"method.k": k}) for m in "ab" for k in (1, 2, 3)]
+    assert re.search(r"[123] of 3", card_of(written(sweep)))
+
+
+def test_warnings_are_folded_below_the_results(make_run, written):
+    text = written([make_run("a", status={"state": "running", "rounds": 3}), make_run("b")])
+    assert (
+        text.index('class="value"') < text.index('<div class="main">') < text.index('<details class="note"')
+    )
+    (folded,) = re.findall(
+        r'(?s)<details class="note" id="e0-warnings"><summary>(.*?)</summary>\s*(.*?)</details>', text
+    )
+    assert folded[0] == "1 warning"
+    assert "stopped at round 3" in folded[1]
+    assert '<a href="#e0-warnings">1 warning</a>' in text
 
 
 @pytest.mark.parametrize(

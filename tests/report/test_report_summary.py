@@ -130,7 +130,7 @@ def test_target_given_then_own_then_common(make_run):
     common = target_of([a, b, silent])
     assert common.value == 0.85
     assert "highest whole percent that all runs reached" in common.source
-    own = [make_run(m, rounds=simple([[0.5]]), run={"target": 0.9}) for m in "ab"]
+    own = [make_run(m, rounds=simple([[0.1], [0.4], [0.5]]), run={"target": 0.9}) for m in "ab"]
     assert target_of(own).value == 0.9
     assert target_of([*own, a]).value == 0.5  # only some have their own
     for wrong in (0.0, 90, math.nan):
@@ -160,8 +160,72 @@ def test_target_lies_above_what_costs_no_messages(make_run):
 
 
 def test_common_target_is_not_lost_to_rounding(make_run):
-    assert target_of([make_run(rounds=simple([[0.29], [0.57]]))]).value == 0.57
+    assert target_of([make_run(rounds=simple([[0.1], [0.29], [0.57]]))]).value == 0.57
     assert target_of([make_run(rounds=simple([[0.004]]))]).value is None
+
+
+def counted(*tests):
+    """Rows of ``clients.json`` with these numbers of test examples in each class."""
+    return [{"id": i, "test": sum(one), "classes": {"test": one}} for i, one in enumerate(tests)]
+
+
+CURVE = [[0.1, 0.1], [0.3, 0.3], [0.52, 0.52]]
+
+
+@pytest.mark.parametrize(
+    ("clients", "classes", "expected"),
+    [
+        (counted([5, 5], [5, 5]), "ab", None),  # 50.5 %, but its whole percent is not more than 50 %
+        (counted([9, 1], [5, 5]), "ab", None),  # the first class is right in 90 % and 50 %
+        (counted([1, 9], [9, 1]), "ab", 0.52),  # no single class is right more often than 50 %
+        (counted([6, 4, 0], [4, 5, 1]), "abc", 0.52),  # 50 %
+        (counted([7, 3, 0], [4, 5, 1]), "abc", None),  # 55 %
+        ([], "ab", 0.52),
+        ([], "a", None),
+        ([], "", 0.52),
+    ],
+)
+def test_no_target_at_the_level_of_a_constant_answer(make_run, clients, classes, expected):
+    top = 0.505 if clients and clients[0]["classes"]["test"] == [5, 5] else 0.52
+    rows = simple([*CURVE[:-1], [top] * 2])
+    runs = [make_run("a", rounds=rows, clients=clients or None, classes=list(classes))]
+    if not clients:
+        for row in runs[0].clients:
+            row["classes"] = {}
+    target = target_of(runs)
+    assert target.value == expected
+    assert ("of a constant answer" in target.source) is (expected is None)
+    # a target that is asked for stands
+    assert target_of(runs, 0.3).value == 0.3
+
+
+def test_clients_that_never_train_do_not_make_the_chance_level(make_run):
+    people = counted([5, 5], [0, 10])
+    people[1]["unseen"] = True
+    assert target_of([make_run("a", rounds=simple(CURVE), clients=people, classes=["a", "b"])]).value == 0.52
+
+
+def test_no_target_that_all_runs_reach_by_their_first_evaluation(make_run):
+    early, late = [[0.1], None, [0.62], [0.61]], [[0.1], None, [0.3], [0.621]]
+    runs = [make_run("a", rounds=simple(early)), make_run("b", rounds=simple(early))]
+    assert target_of(runs).value is None
+    assert ("target", "all runs reach what they have in common by their first evaluation, so no cost to a target is given") in (
+        comparison(runs).footnotes
+    )  # fmt: skip
+    assert target_of([runs[0], make_run("b", rounds=simple(late))]).value == 0.62
+    # all have 62 % at once, one method has more: that tells them apart
+    better = make_run("b", rounds=simple([[0.1], None, [0.65], [0.8]]))
+    assert target_of([*runs, better]) == (
+        0.8,
+        "the highest whole percent that all seeds of one method reached",
+    )
+    # before training
+    assert target_of([make_run("a", rounds=simple([[0.62], [0.3], [0.5]]))]).value is None
+
+
+def test_a_method_that_fails_does_not_pull_the_target_below_chance(make_run):
+    runs = [make_run("a", rounds=simple([[0.1], [0.1], [0.09]])), make_run("b", rounds=simple(CURVE))]
+    assert target_of(runs).value == 0.52
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12))

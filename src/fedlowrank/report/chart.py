@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
-from .formats import format_si, format_tick, one_line
+from .formats import format_si, format_tick, join_words, one_line
 from .groups import RunGroup
 from .measures import Measure
 from .style import Picture, Style, Styles, Tip, add_legend, drawing, new_figure
@@ -46,6 +46,7 @@ class Line(NamedTuple):
     place: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
     series: str | None = None
     unseen: bool = False  # whether it is about the clients that never train
+    seeds: Sequence[pd.Series] = ()  # by round, thin lines instead of a band where results are bimodal
 
 
 def choose_lines(
@@ -59,7 +60,8 @@ def choose_lines(
     for group in groups:
         for place, name in enumerate(group.series):
             label = f"{group.short}: {one_line(name)}" if place else group.short
-            lines.append(Line(group, label, group.curve(name, measure), place, name))
+            seeds = group.seed_curves(name, measure) if not place else []
+            lines.append(Line(group, label, group.curve(name, measure), place, name, seeds=seeds))
         if unseen:
             curve, label = group.curve(measure=measure, unseen=True), f"{group.short}: unseen clients"
             lines.append(Line(group, label, curve, len(group.series), group.headline, unseen=True))
@@ -105,6 +107,8 @@ def draw_lines(
                 # A logarithmic axis has no place below zero.
                 low = np.maximum(low, axes.get_ylim()[0] / scale)
             axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+        for seed in line.seeds if x is None else ():
+            axes.plot(seed.index, scale * seed, color=style.color, linewidth=0.8, alpha=0.6)
         # One evaluation is a point: a line through it would show nothing.
         entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
         if line.place:
@@ -147,6 +151,7 @@ def plot_lines(
         return None
     figure, axes = new_figure(height)
     ends = all_ends([line.table for line in lines if not line.place], bounds)
+    ends += [float(value) for line in lines for seed in line.seeds for value in seed if math.isfinite(value)]
     set_axis(axes, ends)
     entries = draw_lines(axes, lines, styles, scale, bounds=bounds)
     axes.set_xlabel("round")
@@ -157,6 +162,7 @@ def plot_lines(
     return Picture(
         figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
         f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}"
+        f"{note_modes(line.group for line in lines if line.seeds)}"
         f"{note_points(lines)}",
         tips=make_tips(axes, lines, form, scale),
     )  # fmt: skip
@@ -372,6 +378,15 @@ def note_band(groups: Iterable[RunGroup], bounds: Bounds = NON_NEGATIVE) -> str:
     """End of a sentence: over how many seeds the mean is, and what the band is."""
     seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
     return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+
+
+def note_modes(groups: Iterable[RunGroup]) -> str:
+    """A sentence for the caption if the seeds of some groups are drawn instead of an interval."""
+    names = list(dict.fromkeys(one_line(group.short, 30) for group in groups))
+    if not names:
+        return ""
+    are = "its seeds succeed or fail" if len(names) == 1 else "their seeds succeed or fail"
+    return f" Of {join_words(names)} every seed is drawn and no interval, for {are}."
 
 
 def note_points(lines: Iterable[Line]) -> str:

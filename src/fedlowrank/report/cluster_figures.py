@@ -38,7 +38,13 @@ def plot_recovery(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
 
     return chart.plot_lines(
-        [chart.Line(g, g.short, curve) for g in groups if len(curve := g.recovery_curve())], styles, set_axis,
+        [
+            chart.Line(g, g.short, curve, seeds=[run.recovery for run in g.runs] if g.seed_curves() else ())
+            for g in groups
+            if len(curve := g.recovery_curve())
+        ],
+        styles,
+        set_axis,
         title="Cluster recovery over rounds",
         subject="the adjusted Rand index of routes and true clusters",
         form="{:.2f}".format,

@@ -20,7 +20,7 @@ from . import chart
 from .formats import format_si, one_line
 from .groups import RunGroup, last_part, measure_of, value_text, with_token_names
 from .measures import ACCURACY, LOSS, Measure
-from .metrics import estimate
+from .metrics import Estimate, estimate, format_estimate
 from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
 
@@ -65,7 +65,7 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     if not found:
         return None
     figure, axes = new_figure(0.7 + 0.25 * len(found), 3.7)
-    table = pd.DataFrame([(r.mean, r.ci) for _, r in found], columns=["mean", "ci"])
+    table = pd.DataFrame([(r.mean, _shown_ci(r)) for _, r in found], columns=["mean", "ci"])
     lows, highs = (measure.scale * end for end in chart.interval_ends(table, measure.bounds))
     seeds = [measure.scale * group.results(measure=measure)["last"].dropna() for group, _ in found]
     ends = chart.all_ends([table], measure.bounds)
@@ -74,19 +74,19 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     )
     for y, (group, result) in enumerate(found):
         style = styles[group.short]
-        axes.plot(
-            seeds[y],
-            [y] * len(seeds[y]),
-            linestyle="",
-            marker="o",
-            markersize=4,
-            alpha=0.35,
-            color=style.color,
-        )
+        if result.modes:
+            look: Any = {"marker": style.marker, "markersize": 6, "alpha": 0.8, "color": style.color}
+            axes.plot(seeds[y], [y] * len(seeds[y]), linestyle="", **look)
+            continue
+        look = {"marker": "o", "markersize": 4, "alpha": 0.35, "color": style.color}
+        axes.plot(seeds[y], [y] * len(seeds[y]), linestyle="", **look)
         axes.hlines(y, lows[y], highs[y], color=style.color, linewidth=2)
         axes.plot([measure.scale * result.mean], [y], marker=style.marker, markersize=7, color=style.color)
     chart.set_method_axis(axes, [group.short for group, _ in found])
-    texts = [f"{group.short} {measure.format(result.mean)}" for group, result in found]
+    texts = [
+        f"{group.short} {format_estimate(measure, result) if result.modes else measure.format(result.mean)}"
+        for group, result in found
+    ]
     return Picture(
         figure,
         f"{measure.title} of each method",
@@ -96,13 +96,14 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
             ". One seed, so there is no interval."
             if table["ci"].isna().all()
             else "; line: 95 % interval of the mean over seeds, cut to possible values; light dots: seeds."
-        ),
+        )
+        + chart.note_modes(group for group, result in found if result.modes),
         tips=tuple(
             Tip(
                 axes,
                 measure.scale * result.mean,
                 y,
-                f"{group.short}: {measure.format_pair(result.mean, result.ci)}",
+                f"{group.short}: {format_estimate(measure, result)}",
             )
             for y, (group, result) in enumerate(found)
         ),
@@ -254,7 +255,7 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     )
     places: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in found]
     table = pd.DataFrame(
-        [(group.short, result.mean, result.ci) for group, result in found],
+        [(group.short, result.mean, _shown_ci(result)) for group, result in found],
         columns=["method", "mean", "ci"], index=places,
     )  # fmt: skip
     figure, axes = new_figure(3.1)
@@ -287,6 +288,11 @@ def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
             for at, (group, result) in zip(places, found, strict=True)
         ),
     )
+
+
+def _shown_ci(result: Estimate) -> float:
+    """Half-width of the interval of a result; NaN where results are bimodal, for it would describe no seed."""
+    return math.nan if result.modes else result.ci
 
 
 def _setting(group: RunGroup) -> str:

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .formats import format_p, format_signed, join_words
+from .formats import MISSING, format_p, format_signed, join_words
 from .groups import RunGroup
 from .measures import Measure
 from .metrics import Estimate
+from .modes import Modes
 from .paired import Family, Versus, make_families
 from .significance import ALPHA
 
@@ -27,6 +28,16 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return " ".join(part for part in self if part)
+
+
+class Headline(NamedTuple):
+    """The main result as a card shows it: one number, and one interval or condition of it."""
+
+    who: str  # the best methods
+    value: str  # the number, with unit
+    interval: str  # of the number; ``in 4 of 5 seeds`` if results are bimodal; may be empty
+    what: str  # what the number is
+    claim: str  # how the other methods compare, without numbers; may be empty
 
 
 def state_findings(groups: Sequence[RunGroup]) -> list[Finding]:
@@ -55,6 +66,41 @@ def describe_families(families: Sequence[Family]) -> list[Finding]:
     return [Finding(f"{text}.", sure, limit), *each]
 
 
+def headline(families: Sequence[Family]) -> Headline:
+    """The main result of one experiment, as short as it can be."""
+    if len(families) > 1 and (leads := [family for family in families if family.best]):
+        name, wins = Counter(family.ranked[0][0].short for family in leads).most_common(1)[0]
+        noun = families[0].measure.noun
+        return Headline(name, f"{wins} of {len(leads)}", "settings", f"where it has the best mean {noun}", "")
+    family = families[0]
+    if not family.ranked:
+        return Headline("", MISSING, "", "No run was evaluated, so there is nothing to compare.", "")
+    measure, best = family.measure, family.ranked[0][1]
+    level = [group for group, result in family.ranked if _is_level(best, result, measure)]
+    value, interval = _format_value(best.mean, measure), _format_interval(best, measure)
+    what = f"mean {measure.noun}{' over seeds, with its 95 % interval' if best.n > 1 else ''}"
+    if family.others:
+        what = f"{'lowest' if measure.is_loss else 'highest'} {what}"
+    if best.n == 1:
+        interval = "one seed"
+    elif best.modes:
+        value = f"{'≤' if measure.is_loss else '≥'} {_format_value(best.modes.bound, measure)}"
+        interval, what = (
+            f"in {best.modes.reached} of {best.modes.n} seeds",
+            f"{measure.noun}; other seeds fail",
+        )
+    worse = [one for one in family.others if one.is_worse]
+    same = [one for one in family.others if one.is_open and one.group not in level]
+    claims = []
+    if worse:
+        is_all = len(worse) == len(family.others) > 1
+        claims.append(f"Significantly better than {'all others' if is_all else _list(worse, family)}.")
+    if same:
+        claims.append(f"No significant difference from {_list(same, family)}.")
+    names = join_words([_name(group, family) for group in level])
+    return Headline(names, value, interval, what, " ".join(claims))
+
+
 def _describe(family: Family) -> Finding:
     if not family.ranked:
         return Finding("No run was evaluated, so there is nothing to compare.", "", "")
@@ -63,17 +109,28 @@ def _describe(family: Family) -> Finding:
     names = join_words([_name(group, family) for group in level])
     value = _format_result(best, measure)
     if not family.others:
-        return Finding(f"{names} reaches a mean {measure.noun} of {value}.", "", "")
+        return Finding(f"{names} reaches a mean {measure.noun} of {value}.", _describe_groups(family), "")
     order = "lowest" if measure.is_loss else "highest"
     head = f"{names} {'reaches' if len(level) == 1 else 'reach'} the {order} mean {measure.noun}, {value}"
     tested = [one for one in family.others if one.is_worse or one.is_open]
     if not tested:
-        return Finding(f"{head}.", "", _describe_test(family))
+        return Finding(f"{head}.", _describe_groups(family), _describe_test(family))
     # A baseline if there is one, else the second best.
     first = next((one for one in tested if sends_nothing(one.group)), tested[0])
     rest = [one for one in tested if one is not first]
-    result = f"{head}{':' if first.is_worse else '.'} {_describe_one(first, family)}"
-    return Finding(result, _describe_others(rest, first, family), _describe_test(family))
+    link = ("." if best.modes else ":") if first.is_worse else "."
+    result = (
+        f"{head}{link} {'That is ' if best.modes and first.is_worse else ''}{_describe_one(first, family)}"
+    )
+    others = " ".join(filter(None, (_describe_others(rest, first, family), _describe_groups(family))))
+    return Finding(result, others, _describe_test(family))
+
+
+def _describe_groups(family: Family) -> str:
+    """In how many seeds the methods that choose clusters find all groups of clients."""
+    known = [(_name(group, family), found) for group, _ in family.ranked if (found := group.groups_found())]
+    texts = [f"by {name} in {k} of {n} seed{'s' * (n > 1)}" for name, (k, n) in known]
+    return f"All groups of clients are found {join_words(texts)}." if texts else ""
 
 
 def _describe_others(others: Sequence[Versus], first: Versus, family: Family) -> str:
@@ -114,6 +171,9 @@ def _describe_test(family: Family) -> str:
     found = [f"{family.test[:1].upper()}{family.test[1:]}."] if family.test else []
     if family.is_over_clients:
         found.append(ONE_SEED)
+    bimodal = [_name(group, family) for group, result in family.ranked if result.modes]
+    if bimodal and family.test:
+        found.append(f"Seeds of {join_words(bimodal)} succeed or fail, so a test of means is a rough guide.")
     untested = [one for one in family.others if not (one.is_worse or one.is_open)]
     if untested:
         few = "has no seed with the same clients as the best, or only one client"
@@ -128,14 +188,30 @@ def sends_nothing(group: RunGroup) -> bool:
 
 def _format_result(result: Estimate, measure: Measure) -> str:
     """A mean with its 95 % interval over seeds, such as ``93.1 % [92.0, 94.2] over 5 seeds``."""
-    value = f"{measure.format_short(result.mean)} {measure.unit}".rstrip()
+    value = _format_value(result.mean, measure)
     if result.n == 1:
         return f"{value} with one seed"
-    low, high = (
-        max(measure.bounds[0], result.mean - result.ci),
-        min(measure.bounds[1], result.mean + result.ci),
-    )
-    return f"{value} {measure.format_interval(low, high)} over {result.n} seeds"
+    if result.modes:
+        return f"{value}: {_format_modes(result.modes, measure)}"
+    return f"{value} {_format_interval(result, measure)} over {result.n} seeds"
+
+
+def _format_value(value: float, measure: Measure) -> str:
+    return f"{measure.format_short(value)} {measure.unit}".rstrip()
+
+
+def _format_interval(result: Estimate, measure: Measure) -> str:
+    """The 95 % interval over seeds, cut to possible values."""
+    least, most = measure.bounds
+    return measure.format_interval(max(least, result.mean - result.ci), min(most, result.mean + result.ci))
+
+
+def _format_modes(modes: Modes, measure: Measure) -> str:
+    """Both groups of seeds, such as ``at least 92.9 % in 2 of 3 seeds and at most 67.5 % in the other``."""
+    good, bad = ("at most", "at least") if measure.is_loss else ("at least", "at most")
+    others = "the other" if modes.n - modes.reached == 1 else f"the other {modes.n - modes.reached}"
+    first = f"{good} {_format_value(modes.bound, measure)} in {modes.reached} of {modes.n} seeds"
+    return f"{first} and {bad} {_format_value(modes.rest, measure)} in {others}"
 
 
 def _is_level(one: Estimate, other: Estimate, measure: Measure) -> bool:

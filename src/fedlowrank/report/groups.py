@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ..core.errors import ConfigError
 from ..simulation.records import RunRecord
 from ..simulation.settings import RunSettings
 from .formats import one_line
-from .frame import section
+from .frame import section, unseen_clients
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
 from .metrics import ROUNDING, Estimate, RunStatistics, curve_over_seeds, estimate
+from .modes import find_modes
 
 # Sections of ``run.json`` that the methods of an experiment share.
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
@@ -74,13 +76,28 @@ class RunGroup:
 
     def final(self, series: str | None = None, measure: Measure | None = None) -> Estimate | None:
         """Mean result of a series at the last evaluated round, over seeds."""
-        return estimate(self.results(series, measure)["last"])
+        return self._estimate("last", series, measure)
 
     def best_by_validation(
         self, series: str | None = None, measure: Measure | None = None
     ) -> Estimate | None:
         """Mean result of a series at each run's best round by validation, over seeds; None without validation."""
-        return estimate(self.results(series, measure)["best_by_validation"])
+        return self._estimate("best_by_validation", series, measure)
+
+    def _estimate(self, column: str, series: str | None, measure: Measure | None) -> Estimate | None:
+        name, by = self.headline if series is None else series, measure or self.measure
+        found = [(run.has_found_groups, known[column]) for run in self.runs
+                 if (known := run.results(name, by)) and math.isfinite(known.get(column, math.nan))]  # fmt: skip
+        value = estimate(result for _, result in found)
+        if value is None:
+            return None
+        successes, results = zip(*found, strict=True)
+        return value._replace(modes=find_modes(results, is_loss=by.is_loss, successes=successes))
+
+    def groups_found(self) -> tuple[int, int] | None:
+        """Seeds that found all groups of clients, and seeds of which it is known; None if it is of none."""
+        known = [run.has_found_groups for run in self.runs if run.has_found_groups is not None]
+        return (sum(known), len(known)) if known else None
 
     def curve(
         self, series: str | None = None, measure: Measure | None = None, *, unseen: bool = False
@@ -88,12 +105,12 @@ class RunGroup:
         """Learning curve of a series over seeds.
 
         Returns:
-            Columns ``mean``, ``ci``, ``bytes`` (sent both ways since the start) and ``simulated_seconds`` (since
-            the start; NaN without a simulated clock), indexed by round.
+            Columns ``mean``, ``ci`` (NaN where final results are bimodal), ``bytes`` (sent both ways since the
+            start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
         name, by = self.headline if series is None else series, measure or self.measure
         scores = [run.curve(name, by, unseen=unseen)["mean"] for run in self.runs]
-        curve = curve_over_seeds(scores)
+        curve = self._without_interval(curve_over_seeds(scores), name, by)
         sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
         elapsed = [run.simulated for run, score in zip(self.runs, scores, strict=True) if len(score)]
         return curve.assign(
@@ -103,7 +120,21 @@ class RunGroup:
 
     def recovery_curve(self) -> pd.DataFrame:
         """Cluster recovery over training, over seeds; empty if clusters are not known."""
-        return curve_over_seeds(run.recovery for run in self.runs)
+        return self._without_interval(curve_over_seeds(run.recovery for run in self.runs))
+
+    def seed_curves(self, series: str | None = None, measure: Measure | None = None) -> list[pd.Series]:
+        """Learning curve of each seed where the final results are bimodal; empty otherwise."""
+        name, by = self.headline if series is None else series, measure or self.measure
+        final = self.final(name, by)
+        curves = [run.curve(name, by)["mean"] for run in self.runs] if final and final.modes else []
+        return [curve for curve in curves if len(curve)]
+
+    def _without_interval(
+        self, curve: pd.DataFrame, series: str | None = None, measure: Measure | None = None
+    ) -> pd.DataFrame:
+        """The curve, without its interval where the final results are bimodal: it would describe no seed."""
+        final = self.final(series, measure)
+        return curve.assign(ci=math.nan) if final and final.modes else curve
 
     def final_recovery(self) -> Estimate | None:
         """Cluster recovery at the last round with routes, over seeds."""
@@ -136,10 +167,13 @@ def measure_of(groups: Sequence[RunGroup]) -> Measure:
 
 
 def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | None = None) -> Target:
-    """The target of one experiment: as given, else the runs' own, else one that all or some runs reached.
+    """The target of one experiment: as given, else the runs' own, else one that tells methods apart.
 
-    A method that sends nothing (Standalone) reaches its best accuracy free of charge. Where there is one, the
-    target is the largest whole percent above that accuracy which all seeds of another method reached.
+    An accuracy that a method reaches without any message (Standalone) costs nothing. Where there is such a
+    method, the target is the largest whole percent above its best accuracy that all seeds of another method
+    reached. Otherwise it is the largest whole percent that all runs reached or, if that says nothing, that all
+    seeds of one method reached. A target says nothing if it does not exceed the chance level
+    (:func:`chance_level`) or if every run reached it by its first evaluated round.
 
     Args:
         settings: runs of each method and setting, one a seed.
@@ -160,19 +194,51 @@ def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | N
     if len(own) == 1 and None not in own:
         return Target(own.pop(), "the target in the configuration of the runs")
     free = [run for run in runs if run.sends_nothing and _best_mean(run) is not None]
+    others = [some for some in settings if not any(run.sends_nothing for run in some)]
+    best = max(map(_whole_percent, others), default=0)
     if free:
         plateau = max(_best_mean(run) or 0.0 for run in free)
-        others = [some for some in settings if not any(run.sends_nothing for run in some)]
-        whole = max(map(_whole_percent, others), default=0)
         reached = f"{method_title(free[0].record)} reaches without communication"
-        if whole / 100 <= plateau + ROUNDING:
+        if best / 100 <= plateau + ROUNDING:
             return Target(None, f"no method exceeds what {reached}")
         source = "the highest whole percent that all seeds of another method reached, above the "
-        return Target(whole / 100, f"{source}{100 * plateau:.1f} % that {reached}")
-    whole = _whole_percent(runs)
-    if whole > 0:
-        return Target(whole / 100, "the highest whole percent that all runs reached")
-    return Target(None, "no target")
+        choices = [(best, f"{source}{100 * plateau:.1f} % that {reached}")]
+    else:
+        choices = [
+            (_whole_percent(runs), "the highest whole percent that all runs reached"),
+            (best, "the highest whole percent that all seeds of one method reached"),
+        ]
+    chance, why = max((chance_level(run.record) for run in runs), default=0.0), "no target"
+    for whole, source in choices:
+        if whole / 100 <= chance + ROUNDING:
+            why = f"no method exceeds the {100 * chance:.1f} % of a constant answer" if chance else why
+        elif all(_reaches_at_once(run, whole / 100) for run in runs):
+            why = "all runs reach what they have in common by their first evaluation"
+        else:
+            return Target(whole / 100, source)
+    return Target(None, why)
+
+
+def chance_level(run: RunRecord) -> float:
+    """The mean accuracy over clients of an answer that needs no input; 0 if classes are not known.
+
+    It is the larger of a uniform guess, 1 / classes, and of the one class that is right most often.
+    """
+    if predicts_tokens(run) or not run.config.get("classes"):
+        return 0.0
+    guess, unseen = 1 / len(run.config["classes"]), unseen_clients(run)
+    rows = [section(row, "classes").get("test") for row in run.clients if row.get("id") not in unseen]
+    shares = [np.array(counts) / sum(counts) for counts in rows if counts and sum(counts)]
+    if len({len(one) for one in shares}) != 1:
+        return guess
+    return max(guess, float(np.mean(shares, axis=0).max()))
+
+
+def _reaches_at_once(run: RunStatistics, target: float) -> bool:
+    """Whether a run has the target by its first evaluation after training; so has one without evaluations."""
+    means = run.curve(run.headline, ACCURACY)["mean"]
+    first = means[means.index <= next((at for at in means.index if at > 0), 0)]
+    return means.empty or bool((first >= target - ROUNDING).any())
 
 
 def _best_mean(run: RunStatistics) -> float | None:

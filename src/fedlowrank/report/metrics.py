@@ -32,6 +32,7 @@ from .frame import (
     unseen_clients,
 )
 from .measures import ACCURACY, LOSS, MEASURES, Measure
+from .modes import Modes, finds_all_groups
 
 LAST = 10  # evaluations in the mean over the end of a run
 # Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9.
@@ -49,6 +50,18 @@ class Estimate(NamedTuple):
     std: float  # with n - 1 in the denominator
     # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
     ci: float
+    modes: Modes | None = None  # set where the mean and its interval describe no seed
+
+
+def format_estimate(measure: Measure, value: Estimate) -> str:
+    """A result over seeds without its unit: ``93.12 ± 1.10``, or of two groups of seeds ``4 of 5 ≥ 92.50``."""
+    return format_modes(measure, value.modes) if value.modes else measure.format_pair(value.mean, value.ci)
+
+
+def format_modes(measure: Measure, modes: Modes) -> str:
+    """How many seeds succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
+    sign = "≤" if measure.is_loss else "≥"
+    return f"{modes.reached} of {modes.n} {sign} {measure.format_number(modes.bound)}"
 
 
 def half_width(std: Any, n: int) -> Any:
@@ -148,6 +161,11 @@ class RunStatistics:
     def recovery(self) -> pd.Series:
         """Cluster recovery, see :func:`fedlowrank.report.frame.recovery_by_round`."""
         return recovery_by_round(self.record)
+
+    @cached_property
+    def has_found_groups(self) -> bool | None:
+        """Whether it found all groups of clients, see :func:`fedlowrank.report.modes.finds_all_groups`."""
+        return finds_all_groups(self.record)
 
     @cached_property
     def sent(self) -> pd.Series:

@@ -6,7 +6,8 @@ const SECONDS = {s: 1, min: 60, h: 3600};
 
 // The number that a cell begins with, in its base unit; null if it begins with none.
 function cellValue(cell) {
-  const text = cell.textContent.trim().replace(/−/g, "-").replace(/^< ?/, "");
+  // A success rate such as "4 of 5 ≥ 92.50" counts by its result.
+  const text = cell.textContent.trim().replace(/−/g, "-").replace(/^(\d+ of \d+ )?[<≥≤] ?/, "");
   const number = parseFloat(text);
   if (Number.isNaN(number)) return text === "best" ? 0 : null;
   const unit = (text.match(/\s([a-zA-Z]+)$/) || ["", ""])[1];
@@ -82,9 +83,10 @@ for (const figure of document.querySelectorAll("figure")) {
   for (const [kind, save] of [["SVG", saveSvg], ["PNG", savePng]]) {
     const button = document.createElement("button");
     button.className = "save";
-    button.textContent = "Save as " + kind;
+    button.textContent = kind;
+    button.title = "Save this figure as " + kind;
     button.onclick = () => save(figure);
-    figure.append(button, " ");
+    figure.append(button);
   }
 }
 

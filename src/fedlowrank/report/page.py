@@ -14,6 +14,7 @@ from markupsafe import Markup
 from ..core.errors import ConfigError
 from ..core.files import as_checkpoint_error, write_atomically
 from ..simulation.records import RunRecord
+from .findings import headline
 from .formats import one_line
 from .frame import section
 from .gallery import draw_all, method_styles
@@ -85,7 +86,9 @@ def render_page(
         ],
         "warning": warn_of_mixture(groups),
         "joined": [one for one in table.sweeps if one.experiments > 1],
-        "sections": sections,
+        "sections": [
+            one | {"width": width} for one, width in zip(sections, card_widths(len(sections)), strict=True)
+        ],
         "command": command,
         "versions": list(dict.fromkeys(_format_versions(run) for run in runs)),
         "folders": count(len(runs), "run folder"),
@@ -118,6 +121,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "title": one_line(config.get("title") or name),
         "paper": one_line(config.get("paper") or ""),
         "setting": describe_setting(groups),
+        "card": headline([family for family in table.families if family.experiment == name]),
         "finding": findings[0],
         "findings": findings[1:],
         "warnings": find_warnings(groups),
@@ -136,6 +140,13 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "methods": [_method_settings(group) for group in groups],
         "shared": [(f"{part}.{key}", value_text(own[key])) for part, own in shared.items() for key in own],
     }
+
+
+def card_widths(count: int) -> list[str]:
+    """Widths of cards, a third, a half or all of a row, so that all rows are full and as even as can be."""
+    rows = -(-count // 3)
+    in_row = [count // rows + (row < count % rows) for row in range(rows)] if rows else []
+    return [("whole", "half", "third")[n - 1] for n in in_row for _ in range(n)]
 
 
 def _method_settings(group: RunGroup) -> tuple[str, str, list[tuple[str, str]]]:

@@ -53,6 +53,8 @@ def comparison_row(group: RunGroup) -> Row:
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,
     }
+    if groups_found := group.groups_found():
+        row |= dict(zip(("groups_found_seeds", "groups_known_seeds"), groups_found, strict=True))
     costs = [run.costs for run in runs]
     totals: Row = {name: _mean(one[name] for one in costs) for name in COSTS}
     steps, flops = totals.pop("steps"), totals.pop("flops")
@@ -111,6 +113,11 @@ def _results(group: RunGroup, measure: Measure) -> Row:
         "std_seeds": final.std if final else None,
         "ci95_seeds": final.ci if final else None,
         "best_by_validation_ci95_seeds": best.ci if best else None,
+        **(
+            {"success_seeds": final.modes.reached, "success_bound": final.modes.bound}
+            if final and final.modes
+            else {}
+        ),
         **{best_test if name == "best_test" else name: value for name, value in means.items()},
     }
     return {measure.column(name): value for name, value in row.items()}

@@ -9,11 +9,15 @@ import pandas as pd
 from .formats import MISSING, format_p, format_si
 from .groups import RunGroup
 from .measures import Measure
-from .metrics import Estimate
+from .metrics import format_estimate
 from .paired import Family, Versus
 from .sweeps import bold_note
 from .text_table import Column, TextTable
 
+MODES_NOTE = (
+    "where seeds succeed or fail, with a wide gap between, how many succeed and the worst result of these "
+    "instead of the mean; the CSV has both"
+)
 Cells = tuple[Column, list[str]]
 
 
@@ -47,11 +51,13 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
         note += (
             f"; mean over {seeds} ± half-width of its 95 % interval (Student's t, n − 1 degrees of freedom)"
         )
+    if any(value.modes for _, value in results.values()):
+        note += f"; {MODES_NOTE}"
     title = noun if len(measures) == 1 else "result"
     columns: list[Cells] = [
         (
             Column(title, unit, note),
-            [_format_result(*results[key]) if key in results else MISSING for key in keys],
+            [format_estimate(*results[key]) if key in results else MISSING for key in keys],
         )
     ]
     chosen = {
@@ -62,7 +68,7 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
         if any(measure.is_loss for measure in measures):
             best_round = "best mean validation result"
         note = f"mean {noun} at the round of the {best_round}, the earliest on ties, which is no choice by test examples"
-        cells = [_format_result(*chosen[key]) if key in chosen else MISSING for key in keys]
+        cells = [format_estimate(*chosen[key]) if key in chosen else MISSING for key in keys]
         columns.append((Column("best by validation", unit, note), cells))
     if len(counts) > 1:
         numbers = [str(results[key][1].n) if key in results else MISSING for key in keys]
@@ -102,10 +108,6 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
 
 def _key(group: RunGroup) -> tuple[str, str]:
     return group.experiment, group.label
-
-
-def _format_result(measure: Measure, value: Estimate) -> str:
-    return measure.format_pair(value.mean, value.ci)
 
 
 def _format_gap(measure: Measure, one: Versus) -> str:

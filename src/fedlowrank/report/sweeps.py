@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from .formats import MISSING, one_line
 from .groups import RunGroup, by_experiment, measure_of, value_text
 from .measures import Measure
+from .metrics import format_estimate
 from .paired import Family, make_families
 from .significance import ALPHA
 from .text_table import Column, TextTable
@@ -52,7 +53,7 @@ def _sweep_table(
     def cell(setting: tuple[str, ...], column: tuple[str, str]) -> str:
         group = cells.get((setting, column))
         result = group.final(measure=measure) if group else None
-        return measure.format_pair(result.mean, result.ci) if result else MISSING
+        return format_estimate(measure, result) if result else MISSING
 
     settings = _sort_settings(groups)
     rows = [(*setting, *(cell(setting, column) for column in columns)) for setting in settings]

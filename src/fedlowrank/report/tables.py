@@ -29,11 +29,12 @@ from .formats import (
 from .groups import RunGroup, Target, group_runs
 from .low_rank import rank_tables, sizes_differ
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure, metric_title
-from .metrics import metric_row
+from .metrics import format_modes, metric_row
+from .modes import Modes
 from .paired import Family, make_families, paired_columns
 from .rows import comparison_row
 from .sentences import collapse_warnings
-from .summary import Cells, make_summary, make_table
+from .summary import MODES_NOTE, Cells, make_summary, make_table
 from .sweeps import sweep_tables
 from .text_table import Column, TextTable, escape_markdown, to_rich
 from .text_table import to_markdown as table_to_markdown
@@ -105,7 +106,7 @@ def compare(groups: Sequence[RunGroup]) -> Comparison:
     blocks = {name: make_table(title, labels, found) for name, (title, found) in columns.items() if found}
     footnotes = [(c.title, c.note) for table in (summary, *blocks.values()) for c in table.columns if c.note]
     for name, target in targets.items():
-        if target.value is None and target.source.startswith("no method"):
+        if target.value is None and not target.source.startswith("no target"):
             where = f"{name}: " if len(targets) > 1 else ""
             footnotes.append(("target", f"{where}{target.source}, so no cost to a target is given"))
         if target.value is not None:
@@ -134,10 +135,11 @@ def to_csv(table: Comparison) -> str:
 
 
 def to_markdown(table: Comparison) -> str:
-    """Findings and tables as Markdown, with warnings first and footnotes last."""
-    parts = [f"> {escape_markdown(warning)}" for warning in table.warnings]
-    parts += map(escape_markdown, _findings(table))
-    parts += map(table_to_markdown, table.tables)
+    """Findings and results as Markdown, then warnings, further tables and footnotes."""
+    results = [*table.sweeps, table.summary]
+    parts = [*map(escape_markdown, _findings(table)), *map(table_to_markdown, results)]
+    parts += [f"> {escape_markdown(warning)}" for warning in table.warnings]
+    parts += map(table_to_markdown, table.tables[len(results) :])
     notes = [f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in table.footnotes]
     return "\n\n".join([*parts, "\n".join(notes)]) + "\n"
 
@@ -232,8 +234,18 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
     yield from column("last round", "last", note, "std_clients", always=True)
     if (frame["seeds"] > 1).any():
         yield Column("n", note="seeds that were evaluated"), frame["seeds"].astype(str).tolist()
-        note = "mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of "
-        yield from column("over seeds", "last", f"{note}freedom", "ci95_seeds", always=True)
+        note = "mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom"
+        succeeded, bounds = _floats(frame, key("success_seeds")), _floats(frame, key("success_bound"))
+        note += f"; {MODES_NOTE}" if succeeded.notna().any() else ""
+        for head, cells in column("over seeds", "last", note, "ci95_seeds", always=True):
+            found = zip(cells, frame["seeds"], succeeded, bounds, strict=True)
+            yield (
+                head,
+                [
+                    format_modes(measure, Modes(int(n), int(k), bound, math.nan)) if k == k else cell
+                    for cell, n, k, bound in found
+                ],
+            )
     note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "
     yield from column("unseen clients", "unseen", f"{note}round; no other column counts them", "std_unseen")
     note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the "
@@ -266,6 +278,12 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     )
     title, spread = "cluster recovery (ARI)", "recovery_ci95_seeds"
     yield from _column(frame, title, "recovery", _format_recovery, spread, note=note)
+    if _has(frame, "groups_found_seeds"):
+        pairs = zip(_floats(frame, "groups_found_seeds"), _floats(frame, "groups_known_seeds"), strict=True)
+        cells = [MISSING if math.isnan(k) else f"{k:.0f} of {n:.0f} seeds" for k, n in pairs]
+        note = "seeds after whose last round most clients of each group have their largest share at one cluster, "
+        note += "and no two groups at the same"
+        yield Column("all groups found", note=note), cells
     if _has(frame, "status"):
         cells = frame["status"].fillna("").astype(str).tolist()
         yield Column("status", note="runs that are not finished", align="left"), cells
