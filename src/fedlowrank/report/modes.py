@@ -76,8 +76,8 @@ def finds_all_groups(run: RunRecord) -> bool | None:
     if not rounds or router.get("routing") == "optimal":
         return None
     routes, unseen = rounds[max(rounds)], unseen_clients(run)
-    truth, chosen = true_clusters(run, len(routes)), {}
-    for client, cluster in enumerate(truth):
+    chosen: dict[int, list[int]] = {}
+    for client, cluster in enumerate(true_clusters(run, len(routes))):
         if cluster is not None and client not in unseen:
             share = routes[client]
             is_single = np.isfinite(share).all() and (share == share.max()).sum() == 1
