@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from matplotlib.lines import Line2D
 from report_runs import both, cloud, draw, rounds_of
 
-from fedlowrank.report import data_figures, figures, time_figures
+from fedlowrank.report import data_figures, figures, gallery, time_figures, write_report
 from fedlowrank.report.gallery import save_figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.style import DASHES, LIGHT, add_legend, drawing, make_styles, new_figure, to_svg
@@ -215,6 +215,43 @@ def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
             assert not re.search(r"#0[ab][0-9a-f]{4}\b", path.read_text()), path
         else:
             assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_one_folder_has_all_figures_and_a_contact_sheet(make_run, tmp_path, monkeypatch):
+    """The sheet shows each figure once, linked to each of its files, with experiments apart."""
+    runs = [make_run(m, name=name) for name in ("one", "two & <b>") for m in "ab"]
+    for run in runs:
+        run.config["title"] = f"Title of {run.config['name']}"
+    few = (figures.plot_accuracy, figures.plot_clients)
+    monkeypatch.setattr(gallery, "draw_all", lambda *some: [("", [plot(*some) for plot in few])])
+    made = save_figures(runs, tmp_path / "f", ["pdf", "svg"])
+    assert {path.parent for path in made} == {tmp_path / "f"}
+    assert sorted([*(path.name for path in made), "index.html"]) == sorted(
+        p.name for p in (tmp_path / "f").iterdir()
+    )
+    assert {"one-accuracy-over-rounds.svg", "two-b-accuracy-over-rounds.pdf"} <= {path.name for path in made}
+    sheet = (tmp_path / "f" / "index.html").read_text()
+    assert sorted(re.findall(r'<a href="([^"]*)">(?:PDF|SVG)</a>', sheet)) == sorted(
+        path.name for path in made
+    )
+    images = re.findall(r'<a href="([^"]*)"><img src="([^"]*)" loading="lazy" alt="[^"]+">', sheet)
+    assert [first for first, _ in images] == [second for _, second in images]
+    assert sorted(first for first, _ in images) == sorted(path.name for path in made if path.suffix == ".svg")
+    assert re.findall("<h2>(.*)</h2>", sheet) == ["Title of one", "Title of two &amp; &lt;b&gt;"]
+    assert "<h1>2 experiments</h1>" in sheet
+    # of one experiment, names are short
+    alone = save_figures(runs[:2], tmp_path / "g", ["pdf"])
+    assert "accuracy-over-rounds.pdf" in {path.name for path in alone}
+    assert "<img" not in (tmp_path / "g" / "index.html").read_text()
+
+
+def test_the_page_links_to_the_contact_sheet(make_run, tmp_path):
+    run = make_run("a", rounds=[])
+    write_report([run], tmp_path / "pages" / "r.html", figures=tmp_path / "my figures" / "index.html")
+    text = (tmp_path / "pages" / "r.html").read_text()
+    assert '<a href="../my%20figures/index.html">contact sheet</a>' in text
+    write_report([run], tmp_path / "r.html")
+    assert "contact sheet</a>" not in (tmp_path / "r.html").read_text()
 
 
 def test_figures_for_a_column_are_as_wide_as_one(make_run, tmp_path):

@@ -12,6 +12,7 @@ from report_runs import (
     rounds_of,
     rows_of,
     text_of,
+    with_risk,
     with_routes,
 )
 
@@ -138,6 +139,16 @@ def test_all_seeds_are_drawn_and_no_interval(make_run):
     assert len(result.figure.axes[0].collections) == 1
     assert "a 4 of 5 ≥ 93.00" in result.alt
     assert "no interval" not in draw(figures.plot_accuracy, *runs[5:]).caption
+
+
+def test_further_measures_of_bimodal_results_have_no_band(make_run):
+    runs = []
+    for seed, final in enumerate([0.95, 0.67, 0.94, 0.93, 0.955]):
+        rows = with_risk(rounds_of([[0.1], [final]]), [[2.0], [1.5 - final]])
+        runs.append(make_run("a", seed, rounds=rows))
+    (axes,) = draw(figures.plot_loss, *runs).figure.axes
+    assert not axes.collections
+    assert draw(figures.plot_loss, *runs[2:]).figure.axes[0].collections
 
 
 def test_seeds_that_find_all_groups_are_counted(make_run):

@@ -11,8 +11,10 @@ from report_runs import cloud, members, page_of, regression_of, rounds_of, two_s
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
+from fedlowrank.report.findings import headline
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.page import card_widths
+from fedlowrank.report.paired import make_families
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -139,30 +141,36 @@ def test_rows_of_cards_are_full():
     assert card_widths(5) == ["third"] * 3 + ["half"] * 2
 
 
-def card_of(text):
-    """The text of the first card without its figure."""
-    (card,) = re.findall(r'(?s)<div class="card [a-z]+">.*?</div>', text)[:1]
-    return re.sub(r"<[^>]*>", " ", card).replace("\xa0", " ")
+def numbers_of(runs):
+    """The texts of the card of runs, and all numbers in them."""
+    card = headline(make_families(group_runs(runs)))
+    return card, re.findall(r"\d[\d.]*", " ".join(card).replace("95 % interval", ""))
 
 
 def test_a_card_has_one_number_and_its_interval(make_run, written):
     runs = [
-        make_run(m, s, rounds=rounds_of([[0.1], [0.2 + 0.1 * s], [top + 0.01 * s]]))
-        for m, top in (("x", 0.8), ("y", 0.5))
+        make_run(m, s, rounds=rounds_of([[0.1], [0.2 + 0.1 * s], [top + step * s]]))
+        for m, top, step in (("x", 0.8, 0.01), ("y", 0.5, 0.012))
         for s in (0, 1, 2)
     ]
-    assert re.findall(r"\d[\d.]*(?: %)?|\[", card_of(written(runs)).replace("95 % interval", "")) == [
-        "81.0 %", "[", "78.5", "83.5",
-    ]  # fmt: skip
+    card, numbers = numbers_of(runs)
     # Student's t with two degrees of freedom: 4.303 · 0.01 / √3 = 0.0248
-    single = card_of(written(runs[::3]))
-    assert re.findall(r"[\d.]+", single) == ["80.0"]
-    assert "one seed" in single
-    loss = card_of(written([make_run("x", rounds=regression_of([[2.0, 2.0], [0.5, 0.7]]))]))
-    assert re.findall(r"[\d.]+", loss) == ["0.600"]
-    assert "nothing to compare" in card_of(written([make_run("x", rounds=[])]))
-    sweep = [make_run(m, vary={"method.k": k}) for m in "ab" for k in (1, 2, 3)]
-    assert re.search(r"[123] of 3", card_of(written(sweep)))
+    assert (card.who, card.value, card.interval) == ("x", "81.0 %", "[78.5, 83.5]")
+    assert card.what == "highest mean test accuracy over seeds, with its 95 % interval"
+    assert card.claim == "Significantly better than y."
+    assert numbers == ["81.0", "78.5", "83.5"]
+    card, numbers = numbers_of(runs[::3])
+    assert (numbers, card.interval) == (["80.0"], "one seed")
+    assert numbers_of([make_run("x", rounds=regression_of([[2.0, 2.0], [0.5, 0.7]]))])[1] == ["0.600"]
+    assert "nothing to compare" in numbers_of([make_run("x", rounds=[])])[0].what
+    ends = {("a", 1): 0.5, ("a", 2): 0.8, ("a", 3): 0.6, ("b", 1): 0.7, ("b", 2): 0.2, ("b", 3): 0.3}
+    sweep = [
+        make_run(m, vary={"method.k": k}, rounds=rounds_of([[0.1], [end]])) for (m, k), end in ends.items()
+    ]
+    assert numbers_of(sweep)[0][:3] == ("a", "2 of 3", "settings")
+    (shown,) = re.findall(r'(?s)<div class="card whole">\s*<div>(.*?)</div>', written(runs))
+    parts = [one.strip() for one in re.sub(r"<[^>]*>", "|", shown).replace("\xa0", " ").split("|")]
+    assert [one for one in parts if one] == list(headline(make_families(group_runs(runs))))
 
 
 def test_warnings_are_folded_below_the_results(make_run, written):

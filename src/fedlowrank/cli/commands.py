@@ -34,6 +34,7 @@ from ..report import (
     write_report,
     write_values,
 )
+from ..report.gallery import SHEET
 from ..report.style import EMBEDDED_FONTS, Width
 from ..simulation.export import write
 from ..simulation.records import RoundRecord, RunRecord, run_folders
@@ -251,7 +252,10 @@ def report(
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")
         }:
             raise ConfigError(f"{option} {path} is a file of the report itself; choose another name")
-    table = write_comparison(records, out, target, tables)
+    if figures == Path():
+        # without a name on the command line
+        figures = out.with_name(f"{out.stem}-figures")
+    table = write_comparison(records, out, target, tables, figures)
     if latex is not None:
         with as_checkpoint_error(f"cannot make {latex.parent}"):
             latex.parent.mkdir(parents=True, exist_ok=True)
@@ -264,16 +268,22 @@ def report(
         with as_checkpoint_error(f"cannot write {tensorboard}"):
             export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
     if figures is not None:
-        save_figures(records, figures, width=width)
+        made = save_figures(records, figures, width=width)
+        OUT.print(f"figures: {figures / SHEET}, {len({path.stem for path in made})} of them")
     return 0
 
 
 def write_comparison(
-    records: Sequence[RunRecord], page: Path, target: float | None, tables: bool = False
-) -> Comparison:
-    """Write the report of runs and print its results; with ``tables`` all its tables."""
+    records: Sequence[RunRecord], page: Path, target: float | None, tables: bool = False,
+    figures: Path | None = None,
+) -> Comparison:  # fmt: skip
+    """Write the report of runs and print its results; with ``tables`` all its tables.
+
+    The page links to the contact sheet in the folder ``figures``, which is written by itself.
+    """
     command = shlex.join(["fedlowrank", *sys.argv[1:]])
-    table = write_report(records, page, target=target, command=command)
+    sheet = figures / SHEET if figures is not None else None
+    table = write_report(records, page, target=target, command=command, figures=sheet)
     OUT.print(render_terminal(table, tables))
     OUT.print(f"report: {page}")
     OUT.print(f"costs, further tables and all definitions: {page.with_suffix('.md')}")

@@ -5,16 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from jinja2 import Environment
 
-from ..core.files import as_checkpoint_error
+from ..core.files import as_checkpoint_error, write_atomically
 from ..methods import METHODS
 from ..simulation.records import RunRecord
 from . import cluster_figures, data_figures, figures, lora_figures, rank_figures, time_figures, trust_figures
+from .formats import one_line
 from .groups import RunGroup, by_experiment, by_variation, group_runs, measure_of
 from .style import Picture, Style, Styles, Width, drawing, drawing_width, final_colors, make_styles
+
+SHEET = "index.html"
+"""The contact sheet in a folder of figures."""
+
+IMAGES = ("svg", "png")
+"""Kinds of files that a browser shows, the best first."""
 
 DPI = 300
 """Dots an inch of PNG files; publishers ask for at least 300."""
@@ -80,17 +90,19 @@ def _plot_curve(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
 def save_figures(
     runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf", "png"), width: Width = "page"
 ) -> list[Path]:  # fmt: skip
-    """Write every figure of a report as files of its own, on white.
+    """Write every figure of a report as files of its own, on white, with a contact sheet of all of them.
+
+    All files are in one folder. Those of several experiments begin with the name of their experiment.
 
     Args:
-        runs: as for a report; several experiments get a folder each.
-        folder: made if it does not exist.
+        runs: as for a report.
+        folder: made if it does not exist. Its :data:`SHEET` shows all figures small, each linked to its files.
         kinds: endings that matplotlib can write.
         width: ``page`` for figures 5.3 inches wide, ``column`` for 3.3 inches, one column of a paper with
             two.
 
     Returns:
-        The files.
+        The files of the figures.
 
     Raises:
         CheckpointError: if a file cannot be written.
@@ -98,31 +110,53 @@ def save_figures(
     groups = group_runs(runs)
     experiments = by_experiment(groups)
     made: list[Path] = []
-    for name, members in experiments.items():
-        into = folder / _slug(name) if len(experiments) > 1 else folder
-        with (
-            as_checkpoint_error(f"cannot write figures to {into}"),
-            drawing_width(width),
-            drawing(),
-            final_colors(),
-        ):
-            into.mkdir(parents=True, exist_ok=True)
-            matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
-            used: set[str] = set()
+    sheets: list[tuple[str, list[dict[str, Any]]]] = []
+    used: set[str] = set()
+    with (
+        as_checkpoint_error(f"cannot write figures to {folder}"),
+        drawing_width(width),
+        drawing(),
+        final_colors(),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
+        for name, members in experiments.items():
+            title = one_line(members[0].first.config.get("title") or name)
             for heading, pictures in draw_all(members, method_styles(groups)):
+                shown = []
                 for picture in pictures:
-                    slug = _slug(f"{heading} {picture.title}")
+                    slug = _slug(f"{name if len(experiments) > 1 else ''} {heading} {picture.title}")
                     # Titles may differ in nothing that a file's name can contain.
                     names = (slug, *(f"{slug}-{i}" for i in range(2, len(used) + 2)))
                     stem = next(name for name in names if name not in used)
                     used.add(stem)
                     for kind in kinds:
-                        path = into / f"{stem}.{kind}"
+                        path = folder / f"{stem}.{kind}"
                         # No date inside, so that equal runs give equal files.
                         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
                         picture.figure.savefig(path, facecolor="white", metadata=stamp, dpi=DPI)
                         made.append(path)
+                    shown.append(_sheet_entry(picture, stem, kinds))
+                sheets.append(
+                    (": ".join(filter(None, (title if len(experiments) > 1 else "", heading))), shown)
+                )
+        only = one_line(groups[0].first.config.get("title") or groups[0].experiment)
+        page_title = only if len(experiments) == 1 else f"{len(experiments)} experiments"
+        write_atomically(folder / SHEET, _render_sheet(page_title, sheets).encode())
     return made
+
+
+def _sheet_entry(picture: Picture, stem: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """What the contact sheet shows of a figure."""
+    image = next((f"{stem}.{kind}" for kind in IMAGES if kind in kinds), None)
+    files = [(kind.upper(), f"{stem}.{kind}") for kind in kinds]
+    return {"title": picture.title, "alt": picture.alt, "image": image, "files": files}
+
+
+def _render_sheet(title: str, sheets: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((resources.files(__package__) / "contact.html.j2").read_text())
+    return template.render(title=title, sheets=sheets).lstrip()
 
 
 def _slug(text: str) -> str:

@@ -105,7 +105,7 @@ class RunGroup:
         """Learning curve of a series over seeds.
 
         Returns:
-            Columns ``mean``, ``ci`` (NaN where final results are bimodal), ``bytes`` (sent both ways since the
+            Columns ``mean``, ``ci`` (NaN where results are bimodal), ``bytes`` (sent both ways since the
             start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
         name, by = self.headline if series is None else series, measure or self.measure
@@ -123,18 +123,20 @@ class RunGroup:
         return self._without_interval(curve_over_seeds(run.recovery for run in self.runs))
 
     def seed_curves(self, series: str | None = None, measure: Measure | None = None) -> list[pd.Series]:
-        """Learning curve of each seed where the final results are bimodal; empty otherwise."""
+        """Learning curve of each seed where results are bimodal; empty otherwise."""
         name, by = self.headline if series is None else series, measure or self.measure
-        final = self.final(name, by)
-        curves = [run.curve(name, by)["mean"] for run in self.runs] if final and final.modes else []
+        curves = [run.curve(name, by)["mean"] for run in self.runs] if self._is_bimodal(name, by) else []
         return [curve for curve in curves if len(curve)]
+
+    def _is_bimodal(self, series: str | None, measure: Measure | None) -> bool:
+        """Whether the final results of a series, or those that the group is judged by, are bimodal."""
+        return any(found and found.modes for found in (self.final(), self.final(series, measure)))
 
     def _without_interval(
         self, curve: pd.DataFrame, series: str | None = None, measure: Measure | None = None
     ) -> pd.DataFrame:
-        """The curve, without its interval where the final results are bimodal: it would describe no seed."""
-        final = self.final(series, measure)
-        return curve.assign(ci=math.nan) if final and final.modes else curve
+        """The curve, without its interval where results are bimodal: it would describe no seed."""
+        return curve.assign(ci=math.nan) if self._is_bimodal(series, measure) else curve
 
     def final_recovery(self) -> Estimate | None:
         """Cluster recovery at the last round with routes, over seeds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +28,8 @@ TITLES = 3  # most experiments that the title of a page names
 
 
 def write_report(
-    runs: Sequence[RunRecord], out: Path, *, target: float | None = None, command: str = ""
+    runs: Sequence[RunRecord], out: Path, *, target: float | None = None, command: str = "",
+    figures: Path | None = None,
 ) -> Comparison:  # fmt: skip
     """Write a report as an HTML page, with its tables as Markdown and CSV next to it.
 
@@ -39,6 +41,7 @@ def write_report(
         target: accuracy in (0, 1] for the columns "to target"; None for a default, see
             :func:`fedlowrank.report.groups.choose_target`.
         command: command line that makes these runs again, for the reader.
+        figures: contact sheet that :func:`fedlowrank.report.save_figures` writes, to which the page links.
 
     Raises:
         ConfigError: if there is no run or the target is out of range.
@@ -50,7 +53,8 @@ def write_report(
     table, warning = compare(groups), warn_of_mixture(groups)
     markdown = (f"> {warning}\n\n" if warning else "") + to_markdown(table)
     downloads = {"csv": to_csv(table), "md": markdown}
-    text = render_page(table, runs, command, downloads)
+    sheet = "" if figures is None else quote(Path(os.path.relpath(figures, out.parent)).as_posix())
+    text = render_page(table, runs, command, downloads, sheet)
     with as_checkpoint_error(f"cannot make {out.parent}"):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text.encode())
@@ -60,7 +64,7 @@ def write_report(
 
 
 def render_page(
-    table: Comparison, runs: Sequence[RunRecord], command: str, downloads: Mapping[str, str]
+    table: Comparison, runs: Sequence[RunRecord], command: str, downloads: Mapping[str, str], sheet: str = ""
 ) -> str:  # fmt: skip
     """The page as HTML.
 
@@ -69,6 +73,7 @@ def render_page(
         runs: all of them, repeated seeds included.
         command: see :func:`write_report`.
         downloads: texts of the files that the page offers, by their ending.
+        sheet: address of a contact sheet of all figures, if there is one.
     """
     here, styles, groups = files(__package__), method_styles(table.groups), table.groups
     experiments = by_experiment(groups)
@@ -84,6 +89,7 @@ def render_page(
             (f"report.{kind}", f"data:text/plain;charset=utf-8,{quote(text)}")
             for kind, text in downloads.items()
         ],
+        "sheet": sheet,
         "warning": warn_of_mixture(groups),
         "joined": [one for one in table.sweeps if one.experiments > 1],
         "sections": [
