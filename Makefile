@@ -9,7 +9,7 @@ export MKL_NUM_THREADS := 1
 .PHONY: demo demo-all demo-language test test-deployment test-all test-wheel lint types unit install bench \
 	bench-peers catalog docs docs-serve clean
 
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
 # what a command needs is installed when it is first called: the package alone, what tests need, or everything
 CORE := $(VENV)/.core
 TEST := $(VENV)/.test

@@ -111,7 +111,7 @@ def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: 
 
 
 def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
-    made = small("feddyn")
+    made = small("feddyn", run={"engine": "sequential"})
     _, result = ran(made, tmp_path)
     method = made.build_method("feddyn")
     # a run over a network saves every round
