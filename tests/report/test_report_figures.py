@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from matplotlib.lines import Line2D
 from report_runs import both, cloud, draw, rounds_of
 
+from fedlowrank.cli.main import main
 from fedlowrank.report import data_figures, figures, gallery, time_figures, write_report
 from fedlowrank.report.gallery import save_figures
 from fedlowrank.report.groups import group_runs
@@ -252,6 +253,20 @@ def test_the_page_links_to_the_contact_sheet(make_run, tmp_path):
     assert '<a href="../my%20figures/index.html">contact sheet</a>' in text
     write_report([run], tmp_path / "r.html")
     assert "contact sheet</a>" not in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("option", "folder"), [([], "pages/my-figures"), (["here"], "here"), (["."], ".")])
+def test_the_command_writes_figures_beside_the_page_or_where_it_is_told(
+    make_run, tmp_path, monkeypatch, option, folder
+):
+    run = make_run("a", rounds=rounds_of([[0.1], [0.5]]))
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run.folder), "-o", "pages/my.html", "--figures", *option]) == 0
+    assert (tmp_path / folder / "accuracy-over-rounds.pdf").exists()
+    assert "accuracy-over-rounds.svg" in (tmp_path / folder / "index.html").read_text()
+    (address,) = re.findall('<a href="([^"]*)">contact sheet', (tmp_path / "pages" / "my.html").read_text())
+    assert (tmp_path / "pages" / address).resolve() == (tmp_path / folder / "index.html").resolve()
 
 
 def test_figures_for_a_column_are_as_wide_as_one(make_run, tmp_path):

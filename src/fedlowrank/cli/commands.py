@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from rich.table import Table
@@ -239,21 +239,20 @@ def report(
     out: Path,
     target: float | None,
     tensorboard: Path | None,
-    figures: Path | None,
+    figures: Path | Literal[True] | None,
     width: Width,
     tables: bool = False,
     latex: Path | None = None,
     csv: Path | None = None,
 ) -> int:
-    """Write the report of run folders."""
+    """Write the report of run folders; ``figures`` is a folder, or True for one beside the page."""
     records = in_order([RunRecord.load(f) for f in run_folders(folders)])
     for option, path in (("--latex", latex), ("--csv", csv)):
         if path is not None and path.resolve() in {
             out.with_suffix(e).resolve() for e in (out.suffix, ".md", ".csv")
         }:
             raise ConfigError(f"{option} {path} is a file of the report itself; choose another name")
-    if figures == Path():
-        # without a name on the command line
+    if figures is True:
         figures = out.with_name(f"{out.stem}-figures")
     table = write_comparison(records, out, target, tables, figures)
     if latex is not None:

@@ -162,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--csv", type=Path, metavar="FILE", help="also write every value: run, round, client, metric, ...")
     add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
-    add("--figures", type=Path, nargs="?", const=Path(), metavar="DIR",
+    add("--figures", type=Path, nargs="?", const=True, metavar="DIR",
         help="also write every figure as .svg, .pdf and .png, with a contact sheet (default: DIR beside the page)")  # fmt: skip
     add("--width", choices=["page", "column"], default="page",
         help="of these files: 5.3 inches, or 3.3 inches for one column of a paper "

@@ -94,7 +94,7 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
         f"Mean {measure.noun} over clients at the last evaluated round, the best on top"
         + (
             ". One seed, so there is no interval."
-            if table["ci"].isna().all()
+            if all(result.n == 1 for _, result in found)
             else "; line: 95 % interval of the mean over seeds, cut to possible values; light dots: seeds."
         )
         + chart.note_modes(group for group, result in found if result.modes),
