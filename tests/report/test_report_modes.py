@@ -17,7 +17,7 @@ from report_runs import (
 )
 
 from fedlowrank.report import comparison, figures, to_latex
-from fedlowrank.report.findings import headline
+from fedlowrank.report.findings import state_headline
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.modes import find_modes
@@ -118,7 +118,7 @@ def test_success_rate_stands_instead_of_the_interval(make_run, tmp_path):
     (text,) = findings_of(runs)
     assert "88.9 %: at least 93.0 % in 4 of 5 seeds and at most 67.0 % in the other." in text
     assert "Seeds of a succeed or fail" in text
-    card = headline(make_families(group_runs(runs)))
+    card = state_headline(make_families(group_runs(runs)))
     assert card[:4] == ("a", "≥ 93.0 %", "in 4 of 5 seeds", "test accuracy; other seeds fail")
     for written in (text_of(table, all_tables=False), page_of(runs, tmp_path)):
         assert "4 of 5 ≥ 93.00" in written

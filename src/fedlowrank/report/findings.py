@@ -66,7 +66,7 @@ def describe_families(families: Sequence[Family]) -> list[Finding]:
     return [Finding(f"{text}.", sure, limit), *each]
 
 
-def headline(families: Sequence[Family]) -> Headline:
+def state_headline(families: Sequence[Family]) -> Headline:
     """The main result of one experiment, as short as it can be."""
     if len(families) > 1 and (leads := [family for family in families if family.best]):
         name, wins = Counter(family.ranked[0][0].short for family in leads).most_common(1)[0]

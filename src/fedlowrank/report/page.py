@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ..core.errors import ConfigError
 from ..core.files import as_checkpoint_error, write_atomically
 from ..simulation.records import RunRecord
-from .findings import headline
+from .findings import state_headline
 from .formats import one_line
 from .frame import section
 from .gallery import draw_all, method_styles
@@ -127,7 +127,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "title": one_line(config.get("title") or name),
         "paper": one_line(config.get("paper") or ""),
         "setting": describe_setting(groups),
-        "card": headline([family for family in table.families if family.experiment == name]),
+        "card": state_headline([family for family in table.families if family.experiment == name]),
         "finding": findings[0],
         "findings": findings[1:],
         "warnings": find_warnings(groups),
