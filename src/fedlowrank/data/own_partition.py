@@ -135,7 +135,7 @@ class OwnPartition(CheckedFields):
 
 
 def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """A partition from what a user gives: a partition, or a function of one's own.
+    """A partition from what a user gives: a partition, or a function that assigns the examples.
 
     Args:
         value: a partition is returned as it is.

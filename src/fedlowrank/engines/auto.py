@@ -87,7 +87,7 @@ class Auto(Engine):
     def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
         """See the base class."""
         kind, reason = choose(method, federation, clients, self.micro_batch)
-        if (earlier == Vectorized.name) != (kind is Vectorized) and earlier:
+        if earlier and (earlier == Vectorized.name) != (kind is Vectorized):
             kind, reason = Vectorized if earlier == Vectorized.name else Sequential, "as the run began"
         logger.info("engine auto: %s (%s)", kind.name, reason)
         self.chosen = kind(self.ledger, self.micro_batch)
