@@ -79,18 +79,19 @@ class Auto(Engine):
 
     Attributes:
         chosen: the engine, once it is known.
+        reason: why; nothing once the log says it.
     """
 
     name: ClassVar[str] = "auto"
     chosen: Engine | None = None
+    reason: str = ""
 
     def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
         """See the base class."""
         kind, reason = choose(method, federation, clients, self.micro_batch)
         if earlier and (earlier == Vectorized.name) != (kind is Vectorized):
             kind, reason = Vectorized if earlier == Vectorized.name else Sequential, "as the run began"
-        logger.info("engine auto: %s (%s)", kind.name, reason)
-        self.chosen = kind(self.ledger, self.micro_batch)
+        self.chosen, self.reason = kind(self.ledger, self.micro_batch), reason
         return kind.name
 
     def run(
@@ -100,6 +101,10 @@ class Auto(Engine):
         if self.chosen is None:
             self.settle(method, federation, len(jobs), "")
         assert self.chosen is not None
+        if self.reason:
+            # only where clients train: a run may also be opened to be read
+            logger.info("engine auto: %s (%s)", self.chosen.name, self.reason)
+            self.reason = ""
         yield from self.chosen.run(method, federation, task, round, jobs)
 
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
