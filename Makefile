@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # one OpenMP thread a process: a second one makes small models many times slower on a busy machine
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
+# or each of the processes that tests start would compile the package again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-all demo-language test test-deployment test-all test-wheel lint types unit install bench \
 	bench-peers catalog docs docs-serve clean

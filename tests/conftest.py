@@ -3,7 +3,8 @@
 ``pytest`` leaves out what only ``pytest --full`` (``make test-all``) runs:
 
 - tests marked ``full``: whole products of methods, engines and types, real processes, clusters;
-- of a test marked ``few(n)`` all rows but n, taken evenly: its rows are examples of one claim.
+- of a test marked ``few(n)`` all rows but n, taken evenly: its rows are examples of one claim;
+- of a test by hypothesis the examples after the first 20, which are the same in every run.
 
 A test that is named on the command line (``file.py::test``) always runs.
 """
@@ -17,11 +18,22 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
 WAITING = ("cli", "engines", "network")
 """Directories whose tests wait for processes, and therefore end after some time."""
+
+
+# no limits of time: machines are busy
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("full"), max_examples=20, derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples a test by hypothesis has."""
+    settings.load_profile("full" if config.getoption("--full") else "quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

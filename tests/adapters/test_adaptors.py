@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -278,7 +278,6 @@ def test_the_mixed_weights_of_a_module_entry_by_entry(
         torch.testing.assert_close(mixed[name], w[name] + 0.7 * sum(pi[c] * offsets[c] for c in range(3)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(ALL), st.sampled_from([1, 2, 0.3]), st.integers(1, 4)
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,7 +46,6 @@ def check_layer(layer: nn.Module, rank: int, density: float, x: Tensor, seed: in
 density = st.sampled_from([0.0, 0.0, 0.2, 1.0])
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(0, 12), density, st.booleans(), st.booleans()
 )
@@ -80,7 +79,6 @@ def test_a_convolution_with_both_ways_to_the_sparse_part(kernel, density, size) 
         check_layer(layer, rank, density, x)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), density, st.booleans(),
     st.lists(st.integers(0, 3), max_size=3),
@@ -172,7 +170,6 @@ LAYERS: list[Any] = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(LAYERS), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(0, 10),
     st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.5, 0.9]), st.booleans(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -215,7 +215,6 @@ def test_merging_leaves_the_wrapper_alone_and_no_trace_of_it() -> None:
     assert not any(m._forward_hooks for m in [*model.base.modules(), *merged.modules()])
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 3, 0.5]), st.integers(1, 4), st.integers(0, 4)
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -106,7 +106,6 @@ def test_a_layer(name: str, reparameterize: bool) -> None:
         assert p.grad.abs().max() > 0, n
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 @pytest.mark.filterwarnings("ignore::fedlowrank.core.errors.LoweredRankWarning")
 def test_convolutions_of_any_shape(data: st.DataObject) -> None:

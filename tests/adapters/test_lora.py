@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -343,7 +343,6 @@ def test_moved_weights_keep_the_finer_type() -> None:
         assert torch.equal(w, (layer.weight.detach().double() + u.double()).to(base))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 5), st.integers(0, 4), st.integers(0, 99))
 def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -76,7 +76,6 @@ def test_an_update_is_two_convolutions_one_after_the_other(construction, shape, 
     torch.testing.assert_close(merged, two_steps(fold, p, x, stride, padding))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
 def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: int) -> None:
     per_rank = {c: sum((f := choose_fold((o, i, k1, k2), c)).size) * f.times for c in ALL}
@@ -110,7 +109,6 @@ def test_each_factor_of_a_balanced_update_has_an_axis_of_the_kernel(
         assert len(fold.columns) > 1
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.floats(0.001, 0.999))
 def test_a_budget_is_used_up_and_never_exceeded_but_for_rank_one(m: int, n: int, budget: float) -> None:
     r = choose_fold((m, n)).rank(budget)

@@ -327,6 +327,7 @@ def test_compare_with_force_keeps_the_old_runs(capsys: Capsys) -> None:
     assert Path("runs/small/report.csv").read_text().count("FedAvg") == 1
 
 
+@pytest.mark.full
 def test_report(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "compare", file)
@@ -415,6 +416,7 @@ class Wrong(Own):
 """
 
 
+@pytest.mark.full
 def test_check_a_class_of_ones_own(capsys: Capsys) -> None:
     Path("own_method.py").write_text(OWN)
     out = done(capsys, "check", "own_method:Own")

@@ -15,19 +15,39 @@ import fedlowrank.methods.ifca
 from fedlowrank.cli.catalog import build_catalog
 from fedlowrank.cli.listing import CATALOG
 
-HEAVY = {"scipy", "sklearn", "pandas", "matplotlib", "pydantic", "flwr", "transformers", "datasets", "jinja2"}
+HEAVY = {
+    "scipy",
+    "sklearn",
+    "pandas",
+    "matplotlib",
+    "pydantic",
+    "flwr",
+    "transformers",
+    "datasets",
+    "jinja2",
+    "ray",
+}
+COMPILER = "torch._dynamo"  # takes seconds, in every process that trains
 LANGUAGE = {"transformers", "peft", "tokenizers", "rouge_score", "lm_eval"}
 CALL = "from fedlowrank.cli.main import main\ntry: main({!r})\nexcept SystemExit: pass"
+COUNT = """
+from fedlowrank.training.flops import FlopCounter
+import torch
+with FlopCounter() as counter: torch.ones(2, 2) @ torch.ones(2, 2)
+assert counter.total == 16
+"""
 STEPS = {
     "import fedlowrank": {*HEAVY, "torch", "numpy"},
     CALL.format(["--help"]): {*HEAVY, "torch", "numpy"},
     CALL.format(["list"]): {*HEAVY, "torch", "numpy"},
-    "from fedlowrank import Federation, simulate": HEAVY,
+    "from fedlowrank import Federation, simulate": {*HEAVY, COMPILER},
+    "import fedlowrank.engines": {"ray", COMPILER},
+    COUNT: {COMPILER},
     "import fedlowrank.language.base, fedlowrank.language.peft_adapter, fedlowrank.language.artifacts": LANGUAGE,
     "import fedlowrank.language.tiny, fedlowrank.language.llama2c, fedlowrank.language.scores.harness": LANGUAGE,
 }
 """What is executed one after another, and the packages that are not in memory afterwards."""
-IMPORTED = "print('\\nin memory:', *sorted({m.partition('.')[0] for m in sys.modules}))"
+IMPORTED = "print('\\nin memory:', *sorted({m if m == 'torch._dynamo' else m.partition('.')[0] for m in sys.modules}))"
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:

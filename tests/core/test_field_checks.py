@@ -136,6 +136,7 @@ def test_a_wrong_argument_of_a_function(make: Callable[[], Any], says: str) -> N
     assert says in refused(make)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", METHODS)
 def test_simulate_knows_where_every_field_of_a_method_belongs(name: str) -> None:
     method = METHODS[name]()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -126,7 +126,6 @@ def ends(
 # -- the mean over tokens ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 10), min_size=1, max_size=6),
     more=st.integers(0, 9),

@@ -24,8 +24,7 @@ from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.core.tree import TreeError
 
 # the same examples in every run: what fails here fails for everyone
-QUICK = settings(max_examples=120, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-FUZZ = settings(QUICK, max_examples=300)
+ANY = settings(suppress_health_check=list(HealthCheck))
 
 
 @tree.tree
@@ -124,7 +123,7 @@ def assert_same(a: Any, b: Any) -> None:
 # -- bytes and back ------------------------------------------------------------------------------------------
 
 
-@QUICK
+@ANY
 @given(TREES)
 @example({"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}, "~1": 1, "/": torch.tensor(True)})
 @example({"a~1b": torch.ones(2), "a/b": torch.zeros(2)})
@@ -173,7 +172,7 @@ def test_booleans_travel_as_bits() -> None:
     assert torch.equal(tree.decode(tree.encode(mask)), mask)
 
 
-@QUICK
+@ANY
 @given(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=4))
 def test_counts_of_parameters_and_bytes(parts: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
     value = {str(i): torch.zeros(shape, dtype=dtype) for i, (shape, dtype) in enumerate(parts)}
@@ -223,7 +222,7 @@ def test_bytes_cut_short_are_refused(length: int) -> None:
         tree.decode(tree.encode(VALUE)[:length])
 
 
-@FUZZ
+@ANY
 @given(st.binary(max_size=200))
 @example(b"\x00" * 8)
 @example(b"\xff" * 8)
@@ -235,7 +234,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
         tree.decode(data)
 
 
-@FUZZ
+@ANY
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_changed_bytes_are_refused_or_decode_to_a_tree(changes: list[tuple[int, int]]) -> None:
     data = bytearray(tree.encode(VALUE))
@@ -268,7 +267,7 @@ def message(skeleton: Any, **named: Tensor) -> bytes:
     return safetensors.torch.save({"": torch.zeros(3), **named}, {"tree": json.dumps(skeleton)})
 
 
-@FUZZ
+@ANY
 @given(JSONS)
 @example(5)
 @example(None)
@@ -515,7 +514,7 @@ def test_gradients_flow_through_products_and_distances() -> None:
     assert torch.autograd.grad(tree.square_distance(a, b), a["x"])[0].tolist() == [-4.0, 6.0]
 
 
-@QUICK
+@ANY
 @given(TREES)
 def test_mapping_the_identity_keeps_a_tree(value: Any) -> None:
     assert_same(tree.canonical(value), tree.map(lambda t: t.detach(), value))

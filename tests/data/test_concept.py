@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
@@ -17,8 +17,6 @@ from fedlowrank.data.concept import Concept, LabelShift, NaturalClusters, Rotati
 from fedlowrank.data.dataset import ClientData, Dataset, Examples
 from fedlowrank.data.partition import Dirichlet, Iid, LabelGroups, Natural
 from fedlowrank.data.split import WholeTest
-
-quick = settings(max_examples=25, deadline=None)
 
 
 def images(n: int, side: int = 4, channels: int = 2, seed: int = 0) -> torch.Tensor:
@@ -34,7 +32,6 @@ def parts(data: ClientData) -> list[Examples]:
     return [data.train, data.val, data.test]
 
 
-@quick
 @given(st.integers(1, 9), st.sampled_from([1, 2, 4]))
 def test_all_parts_of_client_k_are_turned_as_cluster_k_mod_c(number: int, clusters: int) -> None:
     before = [client(k) for k in range(number)]
@@ -49,7 +46,6 @@ def test_all_parts_of_client_k_are_turned_as_cluster_k_mod_c(number: int, cluste
             assert torch.equal(a.y, b.y)
 
 
-@quick
 @given(st.integers(1, 12), st.integers(1, 5))
 def test_labels_of_all_parts_are_shifted_and_images_kept(number: int, clusters: int) -> None:
     before = [client(k) for k in range(number)]
@@ -111,7 +107,6 @@ def test_with_eight_clusters_every_second_turn_is_exact() -> None:
 # With augmentation
 
 
-@quick
 @given(st.integers(0, 3), st.integers(0, 2**20))
 def test_a_turned_image_is_mirrored_as_the_upright_one_would_be(turns: int, seed: int) -> None:
     x = images(6)

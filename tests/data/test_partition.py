@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
@@ -23,7 +23,6 @@ from .making import balanced
 KEY = Key((0, "test"))
 LABELS = np.random.default_rng(0).integers(0, 10, 2000)
 
-quick = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**20)
 
 
@@ -59,7 +58,6 @@ def test_equal_keys_give_equal_clients_and_others_do_not(name):
     assert_disjoint(first, len(LABELS), cover=name not in ("equal_dirichlet", "natural"))
 
 
-@quick
 @given(st.integers(1, 30), st.integers(30, 200), seeds)
 def test_iid_covers_with_sizes_that_differ_by_one(clients, n, seed):
     parts = Iid(clients).assign(np.zeros(n, dtype=np.int64), 1, Key((seed,)))
@@ -67,7 +65,6 @@ def test_iid_covers_with_sizes_that_differ_by_one(clients, n, seed):
     assert np.ptp([len(p) for p in parts]) <= 1
 
 
-@quick
 @given(st.integers(1, 5), st.floats(0.3, 2), st.integers(1, 180), seeds)
 def test_dirichlet_covers_and_respects_the_smallest_size(clients, alpha, min_size, seed):
     parts = Dirichlet(clients, alpha, min_size, max_redraws=2000).assign(LABELS, 10, Key((seed,)))
@@ -75,7 +72,6 @@ def test_dirichlet_covers_and_respects_the_smallest_size(clients, alpha, min_siz
     assert min(len(p) for p in parts) >= min_size
 
 
-@quick
 @given(st.integers(1, 30), st.floats(0.001, 100), st.integers(2, 12), seeds)
 def test_equal_dirichlet_gives_every_client_the_same_number(clients, alpha, classes, seed):
     labels = np.random.default_rng(seed).integers(0, classes, 301)
@@ -84,7 +80,6 @@ def test_equal_dirichlet_gives_every_client_the_same_number(clients, alpha, clas
     assert_disjoint(parts, 301, cover=301 % clients == 0)
 
 
-@quick
 @given(st.data(), st.integers(1, 12), st.integers(1, 25), seeds)
 def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, clients, seed):
     k = data.draw(st.integers(1, classes))
@@ -104,7 +99,6 @@ def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, c
             assert (mine.max() - 1) / (mine.min() + 1) < 0.6 / 0.4
 
 
-@quick
 @given(st.data(), st.integers(1, 10), st.integers(1, 20), st.floats(0.5, 20), seeds)
 def test_extended_dirichlet_gives_clients_k_classes_and_every_class_away(data, classes, clients, alpha, seed):
     k = data.draw(st.integers(-(-classes // clients), classes)) if clients >= 1 else 1
@@ -198,7 +192,6 @@ def test_natural_follows_the_ids():
         parts(Natural(), ids=None)
 
 
-@quick
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), seeds)
 def test_label_groups_share_their_own_classes_alone(groups, width, more, seed):
     clients, classes = groups + more, groups * width
@@ -288,7 +281,6 @@ def test_errors_say_what_to_change():
         Natural(min_examples=0)
 
 
-@quick
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20), st.integers(0, 1000))
 def test_largest_remainder_adds_up_and_stays_near(weights, total):
     counts = largest_remainder(weights, total)

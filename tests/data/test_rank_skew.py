@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
@@ -16,7 +16,6 @@ from .making import balanced
 KEY = Key((0, "test"))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     ranks=st.lists(st.integers(1, 64), min_size=1, max_size=6),
     times=st.integers(1, 4),

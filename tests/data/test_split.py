@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
@@ -33,7 +33,6 @@ class FixedPartition:
         return self.parts
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(3, 60), st.integers(0, 1000))
 def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
     (client,) = make_clients(numbered(n, 0), Iid(1), LocalSplit(), Key((seed,)))
@@ -126,7 +125,6 @@ def test_own_test_follows_the_natural_client():
         make_clients(ones, Natural(), OwnTest(), KEY)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 30), st.integers(30, 90), st.sampled_from([0.0, 0.2]), st.integers(0, 1000))
 def test_test_share_gives_every_test_example_to_one_client(clients, n_test, val, seed):
     data = numbered(120, n_test)
@@ -164,7 +162,6 @@ def test_test_share_refuses_partitions_that_draw_mixtures():
         make_clients(numbered(400, 10), Iid(11), TestShare(), KEY)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.floats(0.01, 1), st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
 def test_subsampling_keeps_a_share_of_the_training_examples_and_all_others(share, least, clients, seed):
     before = make_clients(numbered(), Iid(clients), LocalSplit(), Key((seed,)))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
@@ -147,7 +147,6 @@ def test_the_boundary_stays_where_a_merge_would_cross_it(bpe: Any) -> None:
 some = st.text(alphabet="ab c\n:#é", min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     pairs=st.lists(st.tuples(some, some, st.one_of(st.just(""), some)), min_size=1, max_size=5),
     format=st.sampled_from(["alpaca", "plain", "none"]),

@@ -40,6 +40,7 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return printed.out
 
 
+@pytest.mark.full
 def test_it_passes_the_battery_and_runs_from_the_command_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +168,7 @@ class TestPrivacyAndRobustness:
         assert float(krum["hostile_weight"]) == 0
         assert "honest clients" in (folder / "report.html").read_text()
 
+    @pytest.mark.full
     def test_secure_sums(self, made: Callable[..., Path]) -> None:
         last = last_record(made("secure"))
         assert last["round"] == 2

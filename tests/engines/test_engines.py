@@ -120,7 +120,7 @@ def str_keys(run: Run) -> dict[str, Any]:
 # Every method
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_passes_every_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a method is seen to learn from three times the examples as well as from eight times, in half the time
@@ -143,7 +143,7 @@ def flat(value: Any, path: str = "") -> dict[str, float]:
     return {p: v for key, child in items for p, v in flat(child, f"{path}/{key}").items()}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "engines"),
     [
@@ -175,6 +175,7 @@ def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> 
     assert accounts[0]["flops"] > 0
 
 
+@pytest.mark.full
 def test_the_plain_method_is_sound() -> None:
     assert failed(Plain()) == {}
 

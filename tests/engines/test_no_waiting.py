@@ -191,7 +191,7 @@ def looks(
     return sum(o.meter.steps for o in outcomes), ear.heard
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @ENGINE
 @pytest.mark.parametrize(
     ("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW]
@@ -205,7 +205,7 @@ def test_nobody_looks_at_a_number_in_a_step(
     assert many[1] == few[1]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on = check_federation(False, clients=2)
@@ -268,7 +268,7 @@ def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch
     return ear.heard
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @ENGINE
 @pytest.mark.parametrize(
     ("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW]

@@ -82,12 +82,6 @@ class Deadly(FedAvg):
         return super().local_update(state, down, view)
 
 
-def test_importing_the_engines_does_not_import_ray() -> None:
-    code = "import sys, fedlowrank.engines; print('ray' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False"]
-
-
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"needs Ray: pip install 'fedlowrank\[ray\]'"):

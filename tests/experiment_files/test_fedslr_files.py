@@ -306,6 +306,7 @@ def test_small_versions_run(stem: str) -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stem", ["table3-lambda", "figure5"])
 @pytest.mark.usefixtures("noise")

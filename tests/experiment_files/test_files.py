@@ -88,6 +88,7 @@ def test_every_table_and_figure_has_a_file_and_a_small_version(stem: str) -> Non
     assert "".join(small.vary).partition("=")[0] == "".join(whole.vary).partition("=")[0]
 
 
+@pytest.mark.full
 def test_names_are_unique() -> None:
     # the name is the folder of the runs: two experiments of one name would take each other's runs for their own
     experiments = runnable(ROOT)

@@ -150,6 +150,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(

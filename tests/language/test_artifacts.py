@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors import safe_open
@@ -166,7 +166,6 @@ def test_embeddings_and_convolutions_go_through_files(tmp_path):
     assert torch.allclose(merged(X), expected, rtol=1e-4, atol=1e-3)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=2), st.floats(0.01, 100), st.booleans())
 def test_ranks_are_made_equal_and_products_stay(tmp_path_factory, ranks, scale, stable):
     folder, names = tmp_path_factory.mktemp("a"), ("line", "image")

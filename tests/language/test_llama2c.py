@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -151,7 +151,6 @@ def test_the_numbers_of_the_header_reach_the_config(small):
     assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (LENGTH, 1, 2)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.one_of(
         st.text(max_size=12),
@@ -241,7 +240,6 @@ def test_the_real_tokenizer_cuts_as_the_format_says(stories):
         at += 8 + length
     pieces, tokenizer = [p for p, _ in tokens[259:]], AutoTokenizer.from_pretrained(stories[1])
 
-    @settings(max_examples=400, deadline=None)
     @given(st.one_of(st.text(max_size=20), st.lists(st.sampled_from(pieces), max_size=12).map("".join)))
     def check(text):
         assume(not any(name in text for name in SPECIAL))

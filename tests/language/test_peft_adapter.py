@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
@@ -141,7 +141,6 @@ def test_initial_factors_are_those_of_peft_in_distribution():
     assert float(gauss.std()) == pytest.approx(1 / 50, rel=0.1)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
 def test_a_lower_rank_is_the_first_rows_of_a_higher_one(low, more, seed):
     where = layers(attach_adapter(Mixed(), lora_config(ALL), KEY))

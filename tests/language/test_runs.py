@@ -248,6 +248,7 @@ def test_scores_are_of_the_model_that_is_named(llama: Path, tmp_path: Path) -> N
     assert sum(int((e.y[:, 1:] >= 0).sum()) for e in examples) <= found["base"].count
 
 
+@pytest.mark.full
 def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
     tables = causal(
         llama,

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
@@ -33,7 +33,6 @@ def by_hand(model, rows):
 row = st.tuples(st.lists(st.integers(0, 200), max_size=9), st.integers(0, 9))
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(row, min_size=1, max_size=5).filter(lambda rows: any(len(x) > max(s, 1) for x, s in rows)),
     st.sampled_from([llama, gpt2]),

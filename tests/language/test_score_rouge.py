@@ -2,7 +2,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import DataError
@@ -25,7 +25,6 @@ words = st.lists(st.sampled_from(["the", "cat", "Sat", "on", "a", "mat.", "42", 
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=5))
 def test_it_is_the_f_of_the_longest_common_subsequence(pairs):
     predictions, references = zip(*pairs, strict=True)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,7 +101,6 @@ def step(
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 14), st.integers(1, 14)),
     ranks=st.lists(st.integers(1, 9), min_size=1, max_size=5),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -33,7 +33,6 @@ from fedlowrank.linalg.svt import threshold_singular_values
 sizes = st.integers(1, 4)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.tuples(sizes, sizes, sizes, sizes))
 def test_scheme_2_index_by_index(shape: tuple[int, int, int, int]) -> None:
     o_, i_, k1_, k2_ = shape
@@ -128,7 +127,6 @@ def test_the_prox_of_a_model_leaves_vectors_and_excluded_weights(norm) -> None:
     assert apply_prox(params, 0.0, norm, ()).weights == params
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31))
 def test_of_a_sparse_weight_the_entries_are_held_where_that_is_smaller(
     zeros_of_6: int, rows: int, columns: int, seed: int

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, TaskError
@@ -21,8 +21,6 @@ from fedlowrank.linalg.svt import (
     threshold_dense,
     threshold_singular_values,
 )
-
-QUICK = settings(max_examples=60, deadline=None)
 
 
 def reference(w: np.ndarray, c: float) -> np.ndarray:
@@ -60,7 +58,6 @@ def gap(found: torch.Tensor, wanted: np.ndarray) -> float:
     return float(np.abs(found.double().numpy() - wanted).max(initial=0.0))
 
 
-@QUICK
 @given(matrices(), thresholds)
 def test_in_float64_it_is_numpys(w: np.ndarray, c: float) -> None:
     found = threshold_singular_values(torch.from_numpy(w), c)
@@ -70,7 +67,6 @@ def test_in_float64_it_is_numpys(w: np.ndarray, c: float) -> None:
     assert (values > c + 1e-12).sum() <= found.rank <= (values > c).sum()
 
 
-@QUICK
 @given(matrices(), thresholds)
 def test_in_float32_it_is_numpys_to_the_rounding_of_float32(w: np.ndarray, c: float) -> None:
     single = torch.from_numpy(w).float()
@@ -82,7 +78,6 @@ def test_in_float32_it_is_numpys_to_the_rounding_of_float32(w: np.ndarray, c: fl
     assert gap(threshold_dense(single, c), reference(single.double().numpy(), c)) <= 1e-5 * top + 1e-12
 
 
-@QUICK
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(5e-5, 0.9), st.integers(0, 2**32 - 1))
 def test_by_gram_and_by_the_whole_decomposition_agree(m: int, n: int, share: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -173,7 +168,6 @@ def test_a_survivor_missed_by_the_partial_decomposition_is_noticed(monkeypatch: 
     )
 
 
-@QUICK
 @given(st.integers(1, 30), st.integers(0, 2**32 - 1), st.floats(-3, 3))
 def test_inertia_counts_the_eigenvalues_above(n: int, seed: int, x: float) -> None:
     rng = np.random.default_rng(seed)
@@ -183,7 +177,6 @@ def test_inertia_counts_the_eigenvalues_above(n: int, seed: int, x: float) -> No
     assert count_above(lower, x) == (np.linalg.eigvalsh(h) > x).sum()
 
 
-@QUICK
 @given(matrices(), st.sampled_from([1e-3, 0.1, 1.0, 3.0]))
 def test_the_result_satisfies_the_condition_of_optimality(w: np.ndarray, c: float) -> None:
     """(W - X) / c is a subgradient of the nuclear norm at X: spectral norm at most 1, and ⟨·, X⟩ = ‖X‖_*."""
@@ -194,7 +187,6 @@ def test_the_result_satisfies_the_condition_of_optimality(w: np.ndarray, c: floa
     assert abs((g * x).sum() - np.linalg.norm(x, "nuc")) <= slack * (1 + np.linalg.norm(x))
 
 
-@QUICK
 @given(matrices(), thresholds, st.integers(0, 2**32 - 1))
 def test_it_does_not_expand(w: np.ndarray, c: float, seed: int) -> None:
     other = w + np.random.default_rng(seed).normal(size=w.shape)
@@ -275,7 +267,6 @@ def test_a_global_model_that_is_not_finite_is_named(norm: Norm) -> None:
         prox_of_model(params, 0.1, norm, ())
 
 
-@QUICK
 @given(st.lists(st.floats(-5, 5), max_size=9), thresholds)
 def test_soft_threshold(values: list[float], c: float) -> None:
     w = np.array(values)

@@ -487,6 +487,7 @@ def clustered(make: Any) -> Any:
     return made
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method",

@@ -183,7 +183,7 @@ def comparable(name: str, server: Any) -> Any:
     return server
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_changes_every_parameter_of_the_personal_model(name: str) -> None:
     federation = federation_for(name, **F32)

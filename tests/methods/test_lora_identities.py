@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -313,7 +313,6 @@ def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None
     assert at_rest(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     ranks=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     who=st.sets(st.integers(0, 3), min_size=1),

@@ -167,6 +167,7 @@ def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool)
         assert np.linalg.matrix_rank(moved.numpy(), tol=1e-5) == 2
 
 
+@pytest.mark.full
 @quiet
 def test_forms_of_one_server_agree_on_narrow_layers() -> None:
     ranks, tuning = [1, 10_000, 4], Tuning(scaling="alpha", rank=4)

@@ -416,6 +416,7 @@ def test_an_answer_with_any_field(name: str, value: Any) -> None:
     judged(json.dumps({**json.loads(kept[101][1].header), name: value}), kept[101][1].payload)
 
 
+@pytest.mark.full
 @fuzz(60)
 @given(
     st.sampled_from(["accuracy", "risk", "parameters", "routes"]),

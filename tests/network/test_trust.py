@@ -102,7 +102,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 # -- no honest reply is refused
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_default_settings(name: str) -> None:
     method = made(name)
@@ -290,7 +290,7 @@ def texts() -> Federation:
     return Federation(data, infos, {"m": Architecture("m", Header(), example)}, ())
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("data", [regression, images, texts])
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:

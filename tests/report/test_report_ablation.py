@@ -101,6 +101,7 @@ def test_fields_are_told_apart():
     assert shorten_names(["k"]) == ("k",)
 
 
+@pytest.mark.usefixtures("words_only")
 def test_is_in_everything_that_is_written(make_run, tmp_path):
     runs = varied(make_run)
     table = comparison(runs)
@@ -137,6 +138,7 @@ def test_best_setting_of_one_method(make_run):
     assert "over a" not in near
 
 
+@pytest.mark.full
 def test_wide_ablations_go_on_in_further_tables(make_run):
     many = [(f"m{i}", f"Method number {i}") for i in range(9)]
     text = text_of(comparison(varied(make_run, methods=many, seeds=2)), 80)

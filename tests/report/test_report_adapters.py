@@ -126,6 +126,7 @@ class TestByRank:
         assert "lower is better" in table.note
         assert low_rank.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
 
+    @pytest.mark.usefixtures("words_only")
     def test_is_shown_wherever_results_are_read(self, make_run, tmp_path):
         run = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         table = comparison([run])

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.lines import Line2D
 from report_runs import both, cloud, draw, rounds_of
@@ -189,7 +189,6 @@ def test_svg_follows_the_page(eight):
     assert not re.search(r"#0a00|#0b|#010203|<style|<metadata|<\?xml", text)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.text(min_size=1, max_size=30))
 def test_any_name_makes_sound_svg(name):
     with drawing():
@@ -269,6 +268,7 @@ def test_the_command_writes_figures_beside_the_page_or_where_it_is_told(
     assert (tmp_path / "pages" / address).resolve() == (tmp_path / folder / "index.html").resolve()
 
 
+@pytest.mark.full
 def test_figures_for_a_column_are_as_wide_as_one(make_run, tmp_path):
     made = save_figures([make_run("a"), make_run("b")], tmp_path, width="column")
     assert {path.suffix for path in made} == {".svg", ".pdf", ".png"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
+import pytest
+
 from fedlowrank.report import in_order, save_figures
 from fedlowrank.report.gallery import method_styles
 from fedlowrank.report.groups import group_runs
@@ -44,6 +46,7 @@ def assert_embedded(content: bytes) -> None:
     assert b"/FontFile2" in content
 
 
+@pytest.mark.full
 def test_figures_for_a_paper_embed_truetype_fonts(make_run, tmp_path):
     made = save_figures([make_run("pfedlora"), make_run("fedavg")], tmp_path, ("pdf",))
     assert made

@@ -114,6 +114,7 @@ class TestInsteadOfAccuracy:
         assert run.costs_to(0.5) is None
         assert RunStatistics(make_run("a")).measure == ACCURACY
 
+    @pytest.mark.usefixtures("words_only")
     def test_table(self, make_run, tmp_path):
         runs = regressions(make_run, 1.0, 0.0001)
         table = comparison(runs)
@@ -202,6 +203,7 @@ class TestInsteadOfAccuracy:
         assert "Low, to the left" in by["Test loss, computation and communication"].caption
         assert not any("accuracy" in f"{picture.alt}{picture.caption}".lower() for picture in drawn)
 
+    @pytest.mark.usefixtures("words_only")
     def test_classification_and_regression_on_one_page(self, make_run, tmp_path):
         runs = [make_run("a", name="digits"), *regressions(make_run, 1.0)]
         table = comparison(runs)

@@ -103,6 +103,7 @@ def test_equal_shares_choose_no_cluster(make_run):
     assert RunStatistics(make_run("ifca", rounds=rows, clients=in_clusters(TRUTH))).has_found_groups is False
 
 
+@pytest.mark.usefixtures("words_only")
 def test_success_rate_stands_instead_of_the_interval(make_run, tmp_path):
     """A mean of 88.9 ± 15.2 describes none of these seeds."""
     runs = of_seeds(make_run, "a", [0.95, 0.67, 0.94, 0.93, 0.955])

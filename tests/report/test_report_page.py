@@ -123,6 +123,7 @@ def test_hostile_names_are_only_text(make_run, written):
     assert any("alert('x')" in text for text in page.text)
 
 
+@pytest.mark.usefixtures("words_only")
 def test_mixed_experiments_have_sections_and_a_note(make_run, written):
     text = written([make_run("a", name="one"), make_run("a", name="two"), make_run("b", name="one")])
     assert "2 different experiments: one, two" in text
@@ -147,6 +148,7 @@ def numbers_of(runs):
     return card, re.findall(r"\d[\d.]*", " ".join(card).replace("95 % interval", ""))
 
 
+@pytest.mark.usefixtures("words_only")
 def test_a_card_has_one_number_and_its_interval(make_run, written):
     runs = [
         make_run(m, s, rounds=rounds_of([[0.1], [0.2 + 0.1 * s], [top + step * s]]))
@@ -173,6 +175,7 @@ def test_a_card_has_one_number_and_its_interval(make_run, written):
     assert [one for one in parts if one] == list(state_headline(make_families(group_runs(runs))))
 
 
+@pytest.mark.usefixtures("words_only")
 def test_warnings_are_folded_below_the_results(make_run, written):
     text = written([make_run("a", status={"state": "running", "rounds": 3}), make_run("b")])
     assert (
@@ -186,6 +189,7 @@ def test_warnings_are_folded_below_the_results(make_run, written):
     assert '<a href="#e0-warnings">1 warning</a>' in text
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("titles", "expected"),
     [
@@ -197,6 +201,7 @@ def test_warnings_are_folded_below_the_results(make_run, written):
         (["One", None], "One; e1"),
     ],
 )
+@pytest.mark.usefixtures("words_only")
 def test_title_names_the_experiments(make_run, written, titles, expected):
     text = written(_titled(make_run, titles))
     number = len(titles)
@@ -211,6 +216,7 @@ def _titled(make_run, titles):
     return runs
 
 
+@pytest.mark.usefixtures("words_only")
 def test_augmentation_and_adapters_are_settings(make_run, written):
     runs = [
         make_run("a", 0),
@@ -223,6 +229,7 @@ def test_augmentation_and_adapters_are_settings(make_run, written):
     assert "augment.crop" in text
 
 
+@pytest.mark.usefixtures("words_only")
 def test_different_federations_under_one_name_are_noted(make_run, written):
     text = written([make_run("a"), make_run("b", partition={"kind": "dirichlet", "alpha": 0.1})])
     assert "The runs differ in more than their methods" in text
@@ -256,6 +263,7 @@ ODD = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rows", ODD)
 def test_odd_runs_make_a_page(make_run, written, rows):
     """Alone, beside a usual run, and as a language model with adapters."""
@@ -283,6 +291,7 @@ def test_sweep_page(make_run, written):
     parse(text)
 
 
+@pytest.mark.usefixtures("words_only")
 def test_refusals(make_run, tmp_path):
     with pytest.raises(ConfigError, match="at least one run"):
         write_report([], tmp_path / "r.html")

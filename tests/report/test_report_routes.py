@@ -91,6 +91,7 @@ class TestCollapse:
     def test_by_hand(self, routes, cluster):
         assert find_collapse(array(routes)) == cluster
 
+    @pytest.mark.usefixtures("words_only")
     def test_is_said_wherever_results_are_read(self, make_run, tmp_path):
         people = in_clusters(TRUTH)
         learnt = {
@@ -267,6 +268,7 @@ class TestHeatMap:
         (picture,) = cluster_figures.plot_routes(group_runs([wide]))
         assert len({row for row, _ in shades(picture.figure.axes[0])}) == 6000 // 50
 
+    @pytest.mark.few(3)
     @pytest.mark.parametrize(
         "routes",
         [
@@ -286,6 +288,7 @@ class TestHeatMap:
         finite = routes is not None and len(routes) > 0 and all(len(row) == 2 for row in routes)
         assert (">Routes: a.<" in (tmp_path / "r.html").read_text()) == finite
 
+    @pytest.mark.full
     def test_page_and_files(self, make_run, tmp_path):
         people = in_clusters(TRUTH, unseen=[3])
         runs = [

@@ -134,6 +134,7 @@ def test_the_baseline_without_messages_is_named_first(make_run):
     assert "one seed says nothing about other seeds" in said
 
 
+@pytest.mark.usefixtures("words_only")
 def test_bold_and_columns_are_the_same_everywhere(make_run, tmp_path):
     runs = runs_of(
         make_run,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from report_runs import both, curve, in_clusters, with_routes
 
 from fedlowrank.cli.main import main
@@ -33,6 +34,7 @@ def counted(monkeypatch, module, name, key):
     return calls
 
 
+@pytest.mark.full
 def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
     runs = [long_run(make_run, method, seed) for method in ("a", "b") for seed in (0, 1)]
     read = counted(monkeypatch, records, "read_lines", lambda folder: folder)

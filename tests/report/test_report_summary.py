@@ -280,6 +280,7 @@ def test_last_usable_round_is_named(make_run):
     assert RunStatistics(run).status == "no finite accuracy after round 1"
 
 
+@pytest.mark.usefixtures("words_only")
 def test_the_best_round_by_validation_stands_beside_the_last(make_run, tmp_path):
     tests = ([[0.1], [0.5], [0.6]], [[0.1], [0.7], [0.8]])
     vals = ([[0.1], [0.9], [0.3]], [[0.1], [0.3], [0.9]])

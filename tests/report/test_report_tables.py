@@ -69,6 +69,7 @@ def test_costs_to_target_need_every_seed(make_run):
     assert cells(comparison(runs, 0.9), "target", "rounds") == ["not reached"]
 
 
+@pytest.mark.usefixtures("words_only")
 def test_unfinished_runs_say_so(make_run, tmp_path):
     runs = [make_run("a", status={"state": "stopped", "rounds": 12, "message": "ctrl-c"})]
     table = comparison(runs)
@@ -147,6 +148,7 @@ def test_units(got, expected):
     assert got == expected
 
 
+@pytest.mark.usefixtures("words_only")
 def test_a_table_has_one_number_format(make_run, tmp_path):
     """Every byte size and count of the page has three significant digits, fewer only where it is a whole number below."""
     text = page_of([make_run("a"), make_run("b", 1)], tmp_path)

@@ -175,6 +175,7 @@ class TestAttack:
     RUN = trusting(attack={"kind": "backdoor"})
 
     @pytest.mark.parametrize("unseen", [(), (5,)])
+    @pytest.mark.usefixtures("words_only")
     def test_honest_clients_beside_all(self, make_run, tmp_path, unseen):
         random = np.random.default_rng(0)
         values = {seed: random.random((3, 6)) for seed in (0, 1)}
@@ -246,6 +247,7 @@ def test_nothing_changes_for_runs_without_any_of_it(make_run, tmp_path):
     assert not re.search("rivacy|lipping", " ".join(drawn[1]))
 
 
+@pytest.mark.full
 def test_everything_together_on_a_page_and_as_files(make_run, tmp_path):
     rows = private([0.0, 1.0, 2.0], [[0.1, 0.2, 0.3]] * 3)
     observing(rows, clipping=[{"norm": 0.5}] * 3, backdoor=[{"success": 0.5}] * 3)

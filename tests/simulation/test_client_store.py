@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core import tree
@@ -30,7 +30,6 @@ def state(number: int, size: int) -> dict[str, Any]:
     return {"t": torch.full((size,), float(number)), "n": number, "none": None}
 
 
-@settings(max_examples=60, deadline=None)
 @given(changes, st.none() | st.integers(0, 400))
 def test_is_a_dictionary_at_every_time(plan: list[dict[int, tuple[int, int]]], limit: int | None) -> None:
     shelf, plain = ClientStore(limit), {}
@@ -71,6 +70,7 @@ def test_what_nobody_asks_for_any_more_leaves_the_disk() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.full
 def test_a_fork_removes_nothing() -> None:
     shelf = ClientStore(0) | {0: state(1, 5)}
     child = os.fork()

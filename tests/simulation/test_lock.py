@@ -24,6 +24,7 @@ def state(folder: Path) -> str:
     return str(RunRecord.load(folder).status["state"])
 
 
+@pytest.mark.full
 def test_a_second_process_is_refused_by_name_and_a_killed_one_leaves_the_folder_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

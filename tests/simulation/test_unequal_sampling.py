@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank import Federation, Privacy, Robust, RunSettings, simulate
@@ -61,7 +61,6 @@ def test_each_client_is_drawn_with_exactly_its_probability(name: str) -> None:
     assert (np.abs(found - p) <= 4 * np.sqrt(p * (1 - p) / len(draws))).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
 def test_weights_are_inverse_probabilities_and_their_sum_is_no_random_number(
     sizes: list[int], data: Any

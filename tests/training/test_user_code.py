@@ -318,7 +318,7 @@ def _restore() -> Any:
     change(Base(), 0)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

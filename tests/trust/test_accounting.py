@@ -69,6 +69,7 @@ def test_draws_of_a_fixed_size_have_twice_the_sensitivity() -> None:
         epsilon(2.0, 100, DELTA, FIXED, "pld")
 
 
+@pytest.mark.full
 def test_large_draws_of_a_fixed_size_cost_no_more_than_no_sampling() -> None:
     unsampled = local_epsilon(2.0, 100, DELTA, "rdp")
     spent = [
@@ -172,6 +173,7 @@ def test_pld_of_one_sampled_round_is_the_integral() -> None:
     assert epsilon(noise, 1, DELTA, poisson(rate), "pld") == pytest.approx(exact, abs=1e-3)
 
 
+@pytest.mark.full
 def test_pld_is_tighter_than_rdp_and_gives_way_above_100() -> None:
     assert epsilon(0.7, 20, DELTA, poisson(0.1), "pld") < epsilon(0.7, 20, DELTA, poisson(0.1), "rdp")
     large = epsilon(0.05, 20, DELTA, poisson(0.5), "rdp")

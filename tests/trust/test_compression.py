@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -214,7 +214,7 @@ def test_int8_is_one_of_the_two_nearest_multiples_of_its_scale(scale: float, dty
 def test_int8_rounds_without_bias() -> None:
     w = torch.linspace(-1, 1, 43, dtype=torch.float64)
     scale = float(compress((Int8(),), {"w": w}, KEY).sides[0])
-    draws = torch.stack([through("int8", {"w": w}, KEY / i)["w"] for i in range(2000)])
+    draws = torch.stack([through("int8", {"w": w}, KEY / i)["w"] for i in range(700)])
     # an entry is above its lower multiple with the chance that it is away from it, in units of the scale
     chance = w / scale - (w / scale).floor()
     error = scale * (chance * (1 - chance) / len(draws)).sqrt()
@@ -377,7 +377,6 @@ def special_values(shape: tuple[int, ...], kind: int) -> Tensor:
     return x if kind == 2 else x * (x > 1.5) * 1e-20
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=5),
     st.sampled_from(TEXTS),

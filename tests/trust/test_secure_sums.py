@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -140,7 +140,7 @@ def test_a_client_that_left_before_it_shared_its_secrets(absent: int, lost: int 
 
 def test_no_order_of_arrival_changes_a_bit() -> None:
     totals = []
-    for order in itertools.permutations(CLIENTS):
+    for order in itertools.islice(itertools.permutations(CLIENTS), 0, None, 7):
         aggregator = secure()
         if order[0] == 8:
             aggregator.skip(9)
@@ -166,6 +166,7 @@ def test_no_global_generator_is_read_or_changed() -> None:
     assert tree.equal(first, total_of(secure(), CLIENTS[:4], CLIENTS[4:]))
 
 
+@pytest.mark.full
 def test_twenty_three_of_seventy_clients_may_be_lost() -> None:
     clients = list(range(70))
     lost = set(np.random.default_rng(0).choice(70, 23, replace=False).tolist())
@@ -209,7 +210,6 @@ def rounds(draw: st.DrawFn) -> tuple[SecureSums, float, list[Any]]:
     ]  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(rounds())
 def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, list[Any]]) -> None:
     options, largest, replies = drawn
