@@ -156,6 +156,12 @@ def expand(seed: bytes, size: int) -> Vector:
     return np.frombuffer(stream, "<u8").astype(np.uint64, copy=False)
 
 
+def combine(shares: Sequence[bytes]) -> bytes:
+    """The secret of which these are shares, if they are enough and right."""
+    found: bytes = _load("flwr.common.secure_aggregation.crypto.shamir").combine_shares(list(shares))
+    return found
+
+
 class KeyPair:
     """A client's secret s and the public key S that belongs to it."""
 
@@ -171,11 +177,18 @@ class KeyPair:
 
 
 class MaskingClient:
-    """A client's side. ``held`` are shares of b and s by owner; none are revealed to fewer than ``least``."""
+    """A client's side. ``held`` are shares of b and s by owner; none are revealed to fewer than ``least``.
 
-    def __init__(self, client: int, key: Key, least: int) -> None:
-        self._seed, self._secret = (k.numpy().bytes(SECRET) for k in (key / "own mask", key / "key pair"))
-        self.keys, self._least = KeyPair(client, self._secret), least
+    Args:
+        client: its number.
+        seed: b, of its own mask, 15 random bytes.
+        secret: of its key pair, 15 random bytes.
+        least: replies without which nothing is revealed.
+    """
+
+    def __init__(self, client: int, seed: bytes, secret: bytes, least: int) -> None:
+        self._seed, self._secret, self._least = seed, secret, least
+        self.keys = KeyPair(client, secret)
         self.held: dict[int, tuple[bytes, bytes]] = {}
 
     def share(self, count: int, needed: int) -> list[tuple[bytes, bytes]]:
@@ -217,7 +230,7 @@ class MaskedSum:
             shares = [found[client] for found in revealed if client in found][:needed]
             if len(shares) < needed:
                 return f"{len(shares)} holders of shares of client {client} replied, and {needed} must"
-            secret = _load("flwr.common.secure_aggregation.crypto.shamir").combine_shares(shares)
+            secret = combine(shares)
             if client in self.replied:
                 total -= expand(secret, total.size)
                 continue
@@ -260,7 +273,13 @@ class SecureAggregator(Aggregator):
         self.clipped, self.reason, self._order, self._missing, self._like = 0, "", clients, set(present), None
         self._grid = FixedPoint(settings, len(clients), largest_weight)
         self._plan = MaskingPlan(len(clients), present, settings.threshold, key / "neighbors")
-        self._clients = {c: MaskingClient(c, key / "client" / c, self._plan.least) for c in present}
+
+        def make(client: int) -> MaskingClient:
+            own = key / "client" / client
+            seed, secret = ((own / name).numpy().bytes(SECRET) for name in ("own mask", "key pair"))
+            return MaskingClient(client, seed, secret, self._plan.least)
+
+        self._clients = {c: make(c) for c in present}
         for owner, holders in self._plan.holders.items():
             shares = self._clients[owner].share(len(holders), self._plan.needed)
             for holder, pair in zip(holders, shares, strict=True):

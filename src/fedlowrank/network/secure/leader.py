@@ -1,0 +1,152 @@
+"""The server's side of a secure sum: it passes messages on, adds masked vectors, and removes the masks at last.
+
+It checks what it can, so that a faulty client is left out by name before others build on what it sent:
+signatures, keys of low order, missing shares, the length of a vector, and secrets rebuilt from wrong shares.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from ...trust.secure_sums import KeyPair, Vector, combine, expand
+from .identity import Roster, Session
+from .member import Announcement, SecureSumError, commit, is_signed, threshold
+
+TRIALS = 1000
+"""Sets of shares that are tried where some are wrong."""
+
+
+class Leader:
+    """The server in one secure sum.
+
+    Args:
+        clients: how many there are in all.
+        session: the round.
+        roster: public keys of all clients.
+
+    Attributes:
+        announced: by client, what it announced (U1).
+        replied: clients whose masked vectors arrived, in order of arrival (U3).
+        signatures: of the list of those that replied, by client.
+    """
+
+    def __init__(self, clients: int, session: Session, roster: Roster) -> None:
+        self.least, self._session, self._roster = threshold(clients), session, roster
+        self.announced: dict[int, Announcement] = {}
+        self.replied: list[int] = []
+        self.signatures: dict[int, bytes] = {}
+        self._boxes: dict[int, Mapping[int, bytes]] = {}
+        self._shares: dict[int, Mapping[int, bytes]] = {}
+        self._sum: Vector | None = None
+
+    def announce(self, client: int, announcement: Announcement) -> None:
+        """Step 1: take a client's keys; raises SecureSumError if they cannot be used."""
+        *keys, _, _ = announcement
+        if [len(part) for part in announcement[:3]] != [32, 32, 32]:
+            raise SecureSumError("its keys do not have 32 bytes")
+        if not is_signed(client, announcement, self._session, self._roster):
+            raise SecureSumError("its keys are not signed by its key in the roster")
+        try:
+            for key in keys:
+                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+        except ValueError as error:
+            raise SecureSumError("its keys are no keys of X25519") from error
+        taken = {key for other in self.announced.values() for key in other[:2]}
+        if len({*keys}) < 2 or taken.intersection(keys):
+            raise SecureSumError("its keys are those of another client, or equal")
+        self.announced[client] = announcement
+
+    def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
+        """Step 2: take the shares that a client encrypted; raises SecureSumError if some are missing."""
+        if boxes.keys() != self.announced.keys() - {client}:
+            raise SecureSumError("it did not share its secrets with all clients")
+        self._boxes[client] = boxes
+
+    @property
+    def sharers(self) -> list[int]:
+        """The clients that shared their secrets (U2)."""
+        return sorted(self._boxes)
+
+    def boxes_for(self, client: int) -> dict[int, bytes]:
+        """What the other clients of U2 encrypted for one."""
+        return {sender: boxes[client] for sender, boxes in sorted(self._boxes.items()) if sender != client}
+
+    def add(self, client: int, masked: Vector) -> None:
+        """Step 3: add a masked vector ``[size]``; raises SecureSumError if its size is another one."""
+        if client in self.replied or client not in self._boxes:
+            raise SecureSumError("it takes no part in this step")
+        if self._sum is not None and masked.shape != self._sum.shape:
+            raise SecureSumError(f"its vector has {masked.size} numbers, and others have {self._sum.size}")
+        self._sum = masked.copy() if self._sum is None else self._sum + masked
+        self.replied.append(client)
+
+    def agree(self, client: int, signature: bytes) -> None:
+        """Step 4: take the signature of the list; raises SecureSumError if it is another one."""
+        message = self._session.message("replied", sorted(self.replied))
+        if client not in self.replied or not self._roster.verify(client, message, signature):
+            raise SecureSumError("it did not sign the list of those that replied")
+        self.signatures[client] = signature
+
+    def reveal(self, client: int, shares: Mapping[int, bytes]) -> None:
+        """Step 5: take the shares that a client reveals; raises SecureSumError if some are missing."""
+        if client not in self.signatures or shares.keys() != self._boxes.keys():
+            raise SecureSumError("it did not reveal its shares of all clients")
+        self._shares[client] = shares
+
+    def check(self, count: int, step: str) -> None:
+        """Raise SecureSumError if too few clients took a step."""
+        if count < self.least:
+            raise SecureSumError(f"{count} clients {step}, and {self.least} must")
+
+    def total(self) -> Vector:
+        """The sum of the vectors of those that replied.
+
+        Raises:
+            SecureSumError: if too few revealed their shares, or the shares do not fit what was announced.
+        """
+        self.check(len(self._shares), "revealed their shares")
+        assert self._sum is not None, "clients reveal after vectors have arrived"
+        total = self._sum.copy()
+        for client in self.sharers:
+            _, public_key, commitment, _ = self.announced[client]
+            shares = [found[client] for _, found in sorted(self._shares.items())]
+            if client in self.replied:
+                seed = self._rebuild(client, shares, lambda b, c=commitment: commit(b) == c)
+                total -= expand(seed, total.size)
+                continue
+            pair = self._rebuild(
+                client, shares, lambda s, c=client, p=public_key: KeyPair(c, s).public_key == p
+            )
+            for other in self.replied:
+                total += KeyPair(client, pair).mask(other, self.announced[other][1], total.size)
+        return total
+
+    def _rebuild(self, client: int, shares: Sequence[bytes], is_right: Callable[[bytes], bool]) -> bytes:
+        """The secret of a client, from the first set of shares that gives the right one."""
+        sets: Iterable[tuple[bytes, ...]] = itertools.combinations(shares, self.least)
+        for some in itertools.islice(sets, TRIALS):
+            try:
+                secret = combine(some)
+            except ValueError:
+                continue
+            if is_right(secret):
+                return secret
+        raise SecureSumError(
+            f"the shares of the secrets of client {client} are wrong: it shared wrong ones, or others lie"
+        )
+
+
+def as_bytes(vector: Vector) -> bytes:
+    """A vector as it is sent, 8 bytes a number."""
+    return vector.astype("<u8", copy=False).tobytes()
+
+
+def from_bytes(content: bytes) -> Vector:
+    """Inverse of :func:`as_bytes`; raises SecureSumError if the length is not a multiple of 8."""
+    if len(content) % 8:
+        raise SecureSumError("its masked vector is cut short")
+    return np.frombuffer(content, "<u8").astype(np.uint64, copy=False)

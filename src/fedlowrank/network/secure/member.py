@@ -1,0 +1,211 @@
+"""A client's side of a secure sum, in five steps; a client that disappears after any of them harms no one.
+
+n clients, threshold t = ⌊2n/3⌋ + 1; U1 ⊇ U2 ⊇ U3 are those that took step 1, 2, 3.
+
+1. ``announce``: two public keys of X25519, one to encrypt and one to mask, and a commitment to b_i, signed by
+   the key of the roster.
+2. ``share``: Shamir shares of its masking secret s_i and of the seed b_i of its own mask, any t of which
+   rebuild them, encrypted for each client of U1.
+3. ``mask``: y_i = x_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) - Σ_{j < i} PRG(s_ij), j in U2.
+4. ``agree``: a signature of the list U3 that the server shows.
+5. ``reveal``: given t signatures of the same list, its shares of b_j for j in U3 and of s_j for j in U2 \\ U3.
+
+More than n/3 clients would have to collude with the server for it to have two lists signed by t clients, and
+so to learn both secrets of one client. Secrets live for a round, in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Collection, Mapping
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from ...core.errors import FedlowrankError
+from ...trust.secure_sums import SECRET, MaskingClient, Vector
+from .identity import Roster, Session, Signer
+
+Announcement = tuple[bytes, bytes, bytes, bytes]
+"""Public keys to encrypt and to mask, the commitment to the seed (32 bytes each), and their signature."""
+
+MAX_CLIENTS = 20
+"""Clients of a secure sum over a network: each exchanges messages with all others."""
+
+_NONCE = bytes(12)  # a key encrypts one message
+
+
+class SecureSumError(FedlowrankError):
+    """A client takes no further part in a secure sum: what the server sent cannot be trusted."""
+
+
+def threshold(clients: int) -> int:
+    """The least number of clients that must take each step: more than two thirds of all."""
+    return 2 * clients // 3 + 1
+
+
+def commit(seed: bytes) -> bytes:
+    """A commitment to the seed of a mask, by which the server notices wrong shares."""
+    return hashlib.sha256(b"fedlowrank commitment" + seed).digest()
+
+
+def is_signed(client: int, announcement: Announcement, session: Session, roster: Roster) -> bool:
+    """Whether a client signed what it announced."""
+    *content, signature = announcement
+    return roster.verify(client, session.message("keys", client, *content), signature)
+
+
+class Member:
+    """One client in one secure sum.
+
+    Args:
+        client: its number.
+        clients: how many there are in all.
+        session: the round.
+        roster: public keys of all clients.
+        signer: its private key.
+    """
+
+    def __init__(self, client: int, clients: int, session: Session, roster: Roster, signer: Signer) -> None:
+        if not 2 <= clients <= MAX_CLIENTS:
+            raise SecureSumError(
+                f"secure sums over a network are for 2 to {MAX_CLIENTS} clients; there are {clients}"
+            )
+        self.client, self.session = client, session
+        self.least = threshold(clients)
+        self._clients, self._roster, self._signer = clients, roster, signer
+        self._private, seed = X25519PrivateKey.generate(), secrets.token_bytes(SECRET)
+        self._secrets = MaskingClient(client, seed, secrets.token_bytes(SECRET), self.least)
+        self._own = self._private.public_key().public_bytes_raw(), self._secrets.keys.public_key, commit(seed)
+        self._keys: dict[int, tuple[bytes, bytes]] = {}
+        self._sharers: tuple[int, ...] = ()
+        self._step = 0
+        self._agreed: tuple[int, ...] = ()
+
+    def announce(self) -> Announcement:
+        """Step 1: its keys and commitment, and their signature."""
+        self._take(1)
+        return *self._own, self._signer.sign(self.session.message("keys", self.client, *self._own))
+
+    def share(self, announced: Mapping[int, Announcement]) -> dict[int, bytes]:
+        """Step 2: an encrypted pair of shares for each other client.
+
+        Args:
+            announced: what each client of U1 announced.
+
+        Raises:
+            SecureSumError: if there are too few, a signature is wrong, or a key occurs twice.
+        """
+        self._take(2)
+        if len(announced) < self.least:
+            raise SecureSumError(
+                f"{len(announced)} clients announced keys, and {self.least} of {self._clients} must"
+            )
+        for client, announcement in announced.items():
+            if not 0 <= client < self._clients or not is_signed(
+                client, announcement, self.session, self._roster
+            ):
+                raise SecureSumError(
+                    f"client {client} did not sign the keys that the server says are its own"
+                )
+        if self.client not in announced or announced[self.client][:3] != self._own:
+            raise SecureSumError("the server lists other keys for this client")
+        if len({key for keys in announced.values() for key in keys[:2]}) < 2 * len(announced):
+            raise SecureSumError("two clients have a key in common")
+        self._keys = {c: (keys[0], keys[1]) for c, keys in sorted(announced.items())}
+        shares = dict(zip(self._keys, self._secrets.share(len(self._keys), self.least), strict=True))
+        self._secrets.held[self.client] = shares[self.client]
+        return {
+            other: self._cipher(self.client, other).encrypt(
+                _NONCE, len(pair[0]).to_bytes(1) + b"".join(pair), self._bound(self.client, other)
+            )
+            for other, pair in shares.items()
+            if other != self.client
+        }
+
+    def mask(self, vector: Vector, encrypted: Mapping[int, bytes]) -> Vector:
+        """Step 3: the masked vector y ``[size]``.
+
+        Args:
+            vector: x ``[size]``.
+            encrypted: the pair of shares that each other client of U2 encrypted for this one.
+
+        Raises:
+            SecureSumError: if there are too few, or one was changed on the way.
+        """
+        self._take(3)
+        sharers = sorted({*encrypted, self.client})
+        if len(sharers) < self.least:
+            raise SecureSumError(
+                f"{len(sharers)} clients shared secrets, and {self.least} of {self._clients} must"
+            )
+        for other, box in encrypted.items():
+            if other == self.client or other not in self._keys:
+                raise SecureSumError(f"client {other} shares secrets, but it announced no keys")
+            try:
+                opened = self._cipher(other, self.client).decrypt(
+                    _NONCE, box, self._bound(other, self.client)
+                )
+            except InvalidTag as error:
+                raise SecureSumError(f"the shares of client {other} were changed on the way") from error
+            size = opened[0]
+            self._secrets.held[other] = opened[1 : 1 + size], opened[1 + size :]
+        self._sharers = tuple(sharers)
+        return self._secrets.mask(vector, {c: self._keys[c][1] for c in sharers if c != self.client})
+
+    def agree(self, replied: Collection[int]) -> bytes:
+        """Step 4: the signature of U3, the clients whose masked vectors the server says it has.
+
+        Raises:
+            SecureSumError: if there are too few, or the list cannot be.
+        """
+        self._take(4)
+        names = tuple(sorted(replied))
+        if len(names) < self.least or len(set(names)) < len(names):
+            raise SecureSumError(
+                f"{len(set(names))} clients replied, and {self.least} of {self._clients} must"
+            )
+        if self.client not in names or not set(names) <= set(self._sharers):
+            raise SecureSumError("the server's list of those that replied cannot be")
+        self._agreed = names
+        return self._signer.sign(self.session.message("replied", list(names)))
+
+    def reveal(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Step 5: by owner, its share of b where the owner replied, else of s.
+
+        Args:
+            signatures: of the list, by client.
+
+        Raises:
+            SecureSumError: if fewer than t clients signed the list that this one signed.
+        """
+        self._take(5)
+        message = self.session.message("replied", list(self._agreed))
+        valid = [
+            c for c in signatures if c in self._agreed and self._roster.verify(c, message, signatures[c])
+        ]
+        if len(valid) < self.least:
+            raise SecureSumError(
+                f"{len(valid)} clients signed the list of those that replied, and {self.least} must"
+            )
+        return self._secrets.reveal(set(self._agreed))
+
+    def _take(self, step: int) -> None:
+        """Take each step once, in order."""
+        if step != self._step + 1:
+            raise SecureSumError(f"the server asks for step {step} of a secure sum after step {self._step}")
+        self._step = step
+
+    def _bound(self, sender: int, receiver: int) -> bytes:
+        """What a ciphertext is bound to."""
+        return self.session.message("shares", sender, receiver)
+
+    def _cipher(self, sender: int, receiver: int) -> ChaCha20Poly1305:
+        other = receiver if sender == self.client else sender
+        secret = self._private.exchange(X25519PublicKey.from_public_bytes(self._keys[other][0]))
+        kdf = HKDF(hashes.SHA256(), 32, salt=None, info=self._bound(sender, receiver))
+        return ChaCha20Poly1305(kdf.derive(secret))
