@@ -111,7 +111,7 @@ def test_what_reads_the_weight_gets_it() -> None:
         torch.testing.assert_close(made(x), truth(layer, weights, sparse, x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("density", [None, 0.02, 0.6, 0.99])
 @pytest.mark.parametrize("name", ["cnn", "resnet18_w16", "mlp"])

@@ -94,6 +94,7 @@ def test_files_that_were_written_before_there_were_masks_are_read(tmp_path: Path
     assert torch.equal(load_deployed(layer, tmp_path / "new")(x), made(x))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["cnn", "resnet18_w16"])
 def test_a_file_brings_back_the_same_bits(name, layout, tmp_path: Path) -> None:

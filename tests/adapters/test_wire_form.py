@@ -42,6 +42,7 @@ def slices(pair: Pair) -> list[np.ndarray]:
     return [*pair.b.double().numpy().T, *pair.a.double().numpy()]
 
 
+@pytest.mark.full
 @given(pairs())
 def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None:
     packed = pack_factors({"w": pair}, "int8")["w"]

@@ -180,6 +180,7 @@ def test_a_client_without_examples_or_with_too_few(capsys: Capsys) -> None:
     assert "client" in found
 
 
+@pytest.mark.full
 def test_clients_of_a_single_class_work_and_are_noted(capsys: Capsys) -> None:
     out = done(capsys, "run", write(Path()), "partition.kind=pathological", "partition.classes_per_client=1")
     assert "single class" in out
@@ -300,6 +301,7 @@ def test_widths_that_do_not_fit(capsys: Capsys, monkeypatch: pytest.MonkeyPatch)
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_own_models_in_the_working_folder_are_found(capsys: Capsys) -> None:
     # as `check` finds one's own method there
     Path("own_here.py").write_text(MODELS)
@@ -342,6 +344,7 @@ def test_a_method_for_equal_models_refuses_others(capsys: Capsys, monkeypatch: p
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_goes_on_without_what_does_not_fit(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     out = done(capsys, "compare", heterogeneous(monkeypatch))
@@ -361,6 +364,7 @@ def test_compare_with_nothing_that_fits(capsys: Capsys, monkeypatch: pytest.Monk
 # Runs that fail
 
 
+@pytest.mark.full
 def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
     file = write(Path())
     found = refused(
@@ -391,6 +395,7 @@ def test_compare_tells_of_a_diverging_method_and_keeps_the_others(capsys: Capsys
     assert code == 0
 
 
+@pytest.mark.full
 def test_a_diverging_client_can_be_dropped(capsys: Capsys) -> None:
     out = done(
         capsys, "run", write(Path()), "defaults.optimizer.lr=1e30", "run.on_nan=drop", "defaults.batch_size=4"
@@ -401,6 +406,7 @@ def test_a_diverging_client_can_be_dropped(capsys: Capsys) -> None:
     assert record.rounds[1].lost
 
 
+@pytest.mark.full
 def test_a_full_disk(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, count = os.fsync, 0
 
@@ -454,6 +460,7 @@ def test_reports_and_pictures_on_a_full_disk(capsys: Capsys) -> None:
 # Folders
 
 
+@pytest.mark.full
 def test_an_existing_run_is_refused_and_force_keeps_it(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "run", file)
@@ -471,6 +478,7 @@ def test_an_existing_run_is_refused_and_force_keeps_it(capsys: Capsys) -> None:
     assert len(RunRecord.load(Path("runs/small/fedavg-s0.old-2")).rounds) == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_refuses_runs_of_another_configuration(capsys: Capsys) -> None:
     file = write(Path())
@@ -488,6 +496,7 @@ def test_a_report_of_no_run(capsys: Capsys) -> None:
     assert not Path("report.html").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["2.0", "0", "-1", "nan"])
 def test_a_target_out_of_range(target: str, capsys: Capsys) -> None:
     file = write(Path())
@@ -526,6 +535,7 @@ def test_a_folder_without_permission(capsys: Capsys) -> None:
     assert "locked" in refused(capsys, "report", "locked/run")
 
 
+@pytest.mark.full
 def test_a_folder_that_may_not_be_written(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(Path())
 

@@ -143,6 +143,7 @@ def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any
 # Methods to run and to compare
 
 
+@pytest.mark.full
 def test_run_asks_which_of_the_compared_methods(capsys: Capsys) -> None:
     file = write(Path(), SMALL.replace('method = "fedavg"\n', ""))
     found = refused(capsys, "run", file)
@@ -200,6 +201,7 @@ def test_one_field_varied_twice(capsys: Capsys) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_after_run_names_the_ways_out_before_it_trains(capsys: Capsys) -> None:
     file = write(Path())
@@ -217,6 +219,7 @@ def test_compare_after_run_names_the_ways_out_before_it_trains(capsys: Capsys) -
 # Text is printed as it is
 
 
+@pytest.mark.full
 def test_list_prints_what_stands_in_brackets(capsys: Capsys) -> None:
     out = done(capsys, "list")
     assert "Texts (data.source, with [language])" in out

@@ -92,6 +92,7 @@ def test_options_are_the_parameters_of_the_command_s_function() -> None:
         assert options == set(inspect.signature(found).parameters), name
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("command", ["run", "compare", "tune", "data", "serve", "join", "app"])
 def test_help_of_an_experiment_fits_a_screen(command: str, capsys: Capsys) -> None:
     with pytest.raises(SystemExit):
@@ -176,6 +177,7 @@ def test_no_command_and_version(capsys: Capsys) -> None:
     assert __version__ in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_run(capsys: Capsys) -> None:
     out = done(capsys, "run", write(Path()), "run.rounds=3", "--method", "standalone")
     assert "Standalone" in out
@@ -195,6 +197,7 @@ def test_run(capsys: Capsys) -> None:
     assert RunRecord.load(Path("elsewhere/run")).config["run"]["seed"] == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -249,6 +252,7 @@ def test_compare_runs_everything_once(capsys: Capsys) -> None:
     }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> None:
     text = 'seeds = [3, 5]\nvary = "methods.fedprox.mu=0.1,0.2"\n' + SMALL
@@ -260,7 +264,7 @@ def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> N
     assert len([f for f in folders() if "0.1" in f]) == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -286,6 +290,7 @@ def test_compare_goes_on_when_more_is_asked_for(first: list[str], then: list[str
     assert not [p for p in Path("runs/small").iterdir() if ".old" in p.name]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedlowrank.simulation.run import Run
@@ -315,6 +320,7 @@ def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pyte
     assert record.status["state"] == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_with_force_keeps_the_old_runs(capsys: Capsys) -> None:
     file = write(Path())
@@ -351,6 +357,7 @@ def test_the_report_of_a_folder_leaves_out_what_was_moved_aside(capsys: Capsys) 
     assert Path("all.csv").read_text().count("FedAvg") == 1
 
 
+@pytest.mark.full
 def test_the_report_shows_the_numbers_of_the_paper(capsys: Capsys) -> None:
     text = (
         SMALL + '[reference]\nlabel = "A paper, Table 7"\naccuracy = { fedavg = 61.25, standalone = "-" }\n'
@@ -361,6 +368,7 @@ def test_the_report_shows_the_numbers_of_the_paper(capsys: Capsys) -> None:
     assert "A paper, Table 7" in page
 
 
+@pytest.mark.full
 def test_data_shows_and_draws(capsys: Capsys) -> None:
     file = write(Path())
     for end in ("svg", "png", "pdf"):
@@ -432,12 +440,14 @@ def test_check_a_built_in_method(capsys: Capsys) -> None:
     assert "FAILED" not in done(capsys, "check", "fedavg")
 
 
+@pytest.mark.full
 def test_auto_says_which_engine_it_chose_and_why(capsys: Capsys) -> None:
     assert main(["run", write(Path()), "--engine", "auto", "run.rounds=1"]) == 0
     said = capsys.readouterr().err
     assert re.search(r"^engine auto: (sequential|vectorized|processes) \(.+\)$", said, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -457,6 +467,7 @@ def test_the_installed_command(arguments: list[str], says: str) -> None:
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_no_error() -> None:
     text = f"{sys.executable} -m fedlowrank.cli.main list | head -n 1"
     found = subprocess.run(
@@ -467,6 +478,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert "Exception" not in found.stderr
 
 
+@pytest.mark.full
 def test_main_leaves_the_signals_of_its_caller_alone(capsys: Capsys) -> None:
     import signal
 

@@ -48,7 +48,7 @@ def run_of(folder: Path) -> Run:
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("series", ["mixed", "gkr"])
 @pytest.mark.parametrize("layout", ["small", "fast"])
 def test_the_file_is_the_client_s_model(
@@ -76,6 +76,7 @@ def test_the_file_is_the_client_s_model(
     assert out.stat().st_size < 4 * whole
 
 
+@pytest.mark.full
 def test_the_model_travels_to_another_process_and_its_class(folder: Path) -> None:
     run = run_of(folder)
     made = simulate(run.method, run.federation, rounds=1).deploy(0, "gkr")

@@ -32,7 +32,7 @@ def compared(folder: Path) -> object:
     return record.config, record.clients, record.status, records, files(folder / "checkpoint")
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedlora"])
 def test_more_rounds_equal_as_many_from_the_start(method: str, capsys: Capsys) -> None:
     file = write(Path())
@@ -69,6 +69,7 @@ def test_more_rounds_equal_as_many_from_the_start(method: str, capsys: Capsys) -
     assert files(Path("grown")) == before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_gives_its_runs_more_rounds(capsys: Capsys) -> None:
     file = write(Path())
@@ -79,6 +80,7 @@ def test_compare_gives_its_runs_more_rounds(capsys: Capsys) -> None:
     assert [r.untimed() for r in grown.rounds] == [r.untimed() for r in whole.rounds]
 
 
+@pytest.mark.full
 def test_a_run_gets_no_fewer_rounds(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=2", "run.checkpoint_every=1")
     before = files(Path("runs"))
@@ -87,6 +89,7 @@ def test_a_run_gets_no_fewer_rounds(capsys: Capsys) -> None:
     assert files(Path("runs")) == before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [n for n, cls in METHODS.items() if cls.uses_rounds])
 def test_a_schedule_over_all_rounds_is_named(method: str, capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), *DEEP, "run.rounds=2", "--method", method)
@@ -107,6 +110,7 @@ def test_the_methods_that_plan_their_rounds_are_those_that_say_so() -> None:
         assert check(METHODS[name]()) is None
 
 
+@pytest.mark.full
 def test_from_python(tmp_path: Path) -> None:
     fed = federation(False)
     simulate("fedavg", fed, rounds=1, folder=tmp_path / "grown")

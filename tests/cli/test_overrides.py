@@ -28,6 +28,7 @@ def read(*overrides: str, text: str = SMALL) -> ExperimentConfig:
     return ExperimentConfig.read(write(Path(), text), overrides)
 
 
+@pytest.mark.full
 def test_overrides_that_switch_kinds_hold_in_every_order() -> None:
     texts = [
         "partition.alpha=0.25",
@@ -42,6 +43,7 @@ def test_overrides_that_switch_kinds_hold_in_every_order() -> None:
         assert made.build_method("fedavg").optimizer == AdamW(lr=0.1, beta1=0.5)
 
 
+@pytest.mark.full
 def test_a_wrong_value_is_refused_in_every_order(capsys: Capsys) -> None:
     texts = ["partition.alpha=-1", "partition.kind=dirichlet"]
     for order in (texts, texts[::-1]):
@@ -249,6 +251,7 @@ def test_a_setting_of_a_grid_is_laid_over_in_every_order() -> None:
         assert (method.optimizer, method.epochs) == (AdamW(lr=0.1, beta1=0.5), 2)
 
 
+@pytest.mark.full
 def test_resume_reads_every_override(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=1", "-o", "r")
     for text, says in (

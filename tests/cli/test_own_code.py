@@ -47,6 +47,7 @@ def forget() -> None:
     Path("imported").unlink()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -68,12 +69,14 @@ def test_a_run_folder_imports_nothing_unless_allowed(arguments: list[str], capsy
     assert Path("imported").exists()
 
 
+@pytest.mark.full
 def test_allowed_code_goes_on_with_the_run(capsys: Capsys) -> None:
     folder = own_run(capsys)
     done(capsys, "resume", str(folder), "run.rounds=2", "--allow-code")
     assert len(RunRecord.load(folder).rounds) == 3
 
 
+@pytest.mark.full
 def test_report_imports_nothing_and_looks_nowhere_in_the_working_folder(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ def test_the_hint_after_an_interrupt_can_be_typed(capsys: Capsys, monkeypatch: p
     done(capsys, "resume", "a run", "--allow-code")
 
 
+@pytest.mark.full
 def test_a_run_without_code_needs_no_permission(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=1")
     done(capsys, "resume", "runs/small/fedavg-s0", "run.rounds=2")

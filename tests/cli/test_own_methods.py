@@ -66,6 +66,7 @@ def forget() -> None:
     Path("imported").unlink()
 
 
+@pytest.mark.full
 def test_as_the_method_of_a_file(capsys: Capsys) -> None:
     out = done(capsys, "run", write(Path(), ALONE), "defaults.batch_size=16")
     assert "Damped FedAvg" in out
@@ -74,6 +75,7 @@ def test_as_the_method_of_a_file(capsys: Capsys) -> None:
     assert found["fields"]["batch_size"] == 16
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_as_an_option_of_run_and_compare(capsys: Capsys) -> None:
     done(capsys, "run", write(Path()), "run.rounds=1", "--method", NAME)
@@ -83,6 +85,7 @@ def test_as_an_option_of_run_and_compare(capsys: Capsys) -> None:
     assert sorted(p.name for p in Path("runs/small").glob("*-s0*")) == ["fedavg-s0", f"{NAME}-s0"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
     done(capsys, "compare", write(Path(), VARIANT), "run.rounds=1", f'compare=["fedavg", "half", "{NAME}"]')
@@ -95,6 +98,7 @@ def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
     assert ends[0] != ends[1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_a_field_is_varied(capsys: Capsys) -> None:
     vary = f"methods.{NAME}.damping=0.5,1.0"
@@ -104,6 +108,7 @@ def test_a_field_is_varied(capsys: Capsys) -> None:
     ) == [0.5, 1]
 
 
+@pytest.mark.full
 def test_check_takes_it(capsys: Capsys) -> None:
     assert "FAILED" not in done(capsys, "check", NAME)
 
@@ -136,7 +141,7 @@ def test_a_class_that_does_not_fit(text: str, says: str, capsys: Capsys) -> None
     assert not Path("runs").exists()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("text", "options", "folder"),
     [(ALONE, [], f"{NAME}-s0"), (SMALL, ["--method", NAME], f"{NAME}-s0"), (VARIANT, ["--method", "half"], "half-s0")],
@@ -161,6 +166,7 @@ def test_a_run_folder_imports_nothing_unless_allowed(
     assert Path("imported").exists()
 
 
+@pytest.mark.full
 def test_allowed_code_goes_on_with_the_run(capsys: Capsys) -> None:
     done(capsys, "run", write(Path(), ALONE), "run.rounds=1", "-o", "a run")
     forget()

@@ -50,6 +50,7 @@ def test_what_cannot_be_predicted(capsys: Capsys) -> None:
     assert "not a run folder" in refused(capsys, "predict", "nowhere")
 
 
+@pytest.mark.full
 def test_a_metric_of_the_user_s_is_code(capsys: Capsys) -> None:
     Path("own_metric.py").write_text(
         "from pathlib import Path\nPath('imported').touch()\ndef f(s, y): return 0.5\n"

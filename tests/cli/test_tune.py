@@ -215,6 +215,7 @@ def chosen(out: str = "runs/small-tuned") -> dict[str, float]:
     return {row["method"]: float(row["optimizer.lr"]) for row in rows if row["chosen"] == "True"}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_tune_writes_what_it_chose_and_goes_on_where_it_stopped(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +283,7 @@ def test_another_choice_moves_the_tested_runs_aside(capsys: Capsys) -> None:
     assert now["method"]["fields"]["optimizer"]["lr"] in grid
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_test_labels_have_no_say(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["tune", write(Path(), TUNE), 'compare=["fedavg"]', "tune.test_seeds=[0]", "tune.rounds=3"]

@@ -220,6 +220,7 @@ def test_clients_at_once_average_over_their_own_tokens() -> None:
     tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-9), a.state.server, b.state.server)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
@@ -231,6 +232,7 @@ def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_taken_in_parts_end_where_whole_ones_do_in_single_precision(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]

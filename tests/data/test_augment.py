@@ -89,6 +89,7 @@ def test_every_image_is_one_window_of_its_own_padded_self(shape: tuple[int, ...]
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.few(2)
 @KINDS
 def test_all_windows_come_equally_often_and_one_says_nothing_of_the_next(augment: Augment) -> None:
     image = images(1, 2, 3, 4)
@@ -341,6 +342,7 @@ def go(folder: Path, on: Federation, resume: bool = False, until: int = 3, **giv
     return simulate("fedavg", on, folder=folder, resume=resume, on_round=stop, **settings)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_its_own_augmentation_or_none_and_no_other(tmp_path: Path) -> None:
     on, folder = federation(), tmp_path / "cut"
     whole = go(tmp_path / "whole", on)

@@ -100,6 +100,7 @@ def test_standard_uses_the_training_part_alone():
         assert torch.allclose(found.double(), x, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.full
 def test_standard_of_a_large_set_equals_that_of_one_piece():
     # More values than are looked at in one piece.
     x = torch.rand(300_000, 7, generator=torch.Generator().manual_seed(1)) * 3

@@ -123,6 +123,7 @@ def test_files_tell_it_too(tmp_path: Path) -> None:
     assert any("zeros and ones" in note for note in found.notes)
 
 
+@pytest.mark.full
 def test_remarks_stand_in_the_run_and_the_report(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="makes 10 scores"):
         federation = Federation.from_arrays([(X, Y), (X, Y)], nn.Linear(4, 10))

@@ -70,6 +70,7 @@ TABLE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ["parquet", "csv", "jsonl"])
 def test_tables_in_a_folder_with_a_file_for_each_split(tmp_path, load, end):
     folder = tmp_path / "tables"

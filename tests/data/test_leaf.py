@@ -155,6 +155,7 @@ def test_characters_must_stay_numbers():
         ExperimentConfig.parse(tables)
 
 
+@pytest.mark.full
 def test_the_model_is_torchs_and_learns_a_text():
     torch.manual_seed(0)
     model = CharLSTM(5, 3, 16, 1)

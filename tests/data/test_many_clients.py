@@ -40,6 +40,7 @@ def clients(count: int) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     return [{part: (x[i, rows], y[i, rows]) for part, rows in cut.items()} for i in range(count)]
 
 
+@pytest.mark.full
 def test_operations_for_each_client() -> None:
     few, many = clients(10), clients(110)
     made = {len(c): Federation.from_arrays(c, nn.Linear(4, 3), classes=3) for c in (few, many)}

@@ -80,6 +80,7 @@ def test_equal_dirichlet_gives_every_client_the_same_number(clients, alpha, clas
     assert_disjoint(parts, 301, cover=301 % clients == 0)
 
 
+@pytest.mark.full
 @given(st.data(), st.integers(1, 12), st.integers(1, 25), seeds)
 def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, clients, seed):
     k = data.draw(st.integers(1, classes))
@@ -99,6 +100,7 @@ def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, c
             assert (mine.max() - 1) / (mine.min() + 1) < 0.6 / 0.4
 
 
+@pytest.mark.full
 @given(st.data(), st.integers(1, 10), st.integers(1, 20), st.floats(0.5, 20), seeds)
 def test_extended_dirichlet_gives_clients_k_classes_and_every_class_away(data, classes, clients, alpha, seed):
     k = data.draw(st.integers(-(-classes // clients), classes)) if clients >= 1 else 1
@@ -110,6 +112,7 @@ def test_extended_dirichlet_gives_clients_k_classes_and_every_class_away(data, c
     assert max(len(np.unique(labels[p])) for p in parts) <= k
 
 
+@pytest.mark.full
 def test_extended_dirichlet_has_the_moments_of_the_paper():
     # each client draws its classes by itself: k of 4; with all 4, a client's share of a class is Beta(α, (K-1)α)
     labels = balanced(4, 600)
@@ -231,6 +234,7 @@ def test_only_partitions_that_ignore_labels_accept_a_regression():
                 partition.assign(targets, 0, KEY, natural)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("alpha", [0.5, 5.0])
 def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha):
     # A client's share of a class is Beta(alpha, (K - 1) alpha): mean 1/K, variance (1/K)(1 - 1/K) / (K alpha + 1).
@@ -245,7 +249,7 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha):
     assert np.allclose(shares.var((0, 2)), variance, rtol=0.2)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("alpha", [0.5, 5.0])
 def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
     # The first of two clients takes its draws from a full store: it sees the distribution that the scheme defines, if

@@ -126,6 +126,7 @@ def parts(of: Federation) -> list[Examples]:
     return [e for c in of.clients for e in (c.train, c.val, c.test)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_packed_federation_holds_the_same_in_a_quarter_of_the_memory(flat: bool) -> None:
     on = federation(flat=flat)
@@ -223,7 +224,7 @@ def ends(result: Any) -> Any:
 AUGMENTS = {"plain": Augment(), "augmented": Augment(flip=True, crop=1, fill=-0.3)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "engine", "kind"),
     [
@@ -276,6 +277,7 @@ def test_batches_are_the_same_in_memory_too() -> None:
         assert torch.equal(a.y, b.y)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_bytes_and_ends_the_same(tmp_path: Path) -> None:
     def run(folder: str, first: int = 23, **options: Any) -> Any:
         on, where = federation(sizes=(first, 9, 31)), tmp_path / folder
@@ -297,6 +299,7 @@ def test_a_run_goes_on_with_bytes_and_ends_the_same(tmp_path: Path) -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.full
 def test_a_deployed_model_is_compared_on_images(tmp_path: Path) -> None:
     gains = []
     for how in ("float32", "bytes"):

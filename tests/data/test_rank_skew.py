@@ -16,6 +16,7 @@ from .making import balanced
 KEY = Key((0, "test"))
 
 
+@pytest.mark.full
 @given(
     ranks=st.lists(st.integers(1, 64), min_size=1, max_size=6),
     times=st.integers(1, 4),
@@ -67,6 +68,7 @@ def test_which_examples_of_a_class_a_client_gets_is_random() -> None:
             assert len(places) < 5 or np.ptp(places) >= len(places)
 
 
+@pytest.mark.full
 def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution() -> None:
     classes = 8
     # E Σ q_c² = (a + 1) / (C·a + 1) for the symmetric Dir(a) of C classes; many examples, so that rounding is small

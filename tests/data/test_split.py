@@ -125,6 +125,7 @@ def test_own_test_follows_the_natural_client():
         make_clients(ones, Natural(), OwnTest(), KEY)
 
 
+@pytest.mark.full
 @given(st.integers(1, 30), st.integers(30, 90), st.sampled_from([0.0, 0.2]), st.integers(0, 1000))
 def test_test_share_gives_every_test_example_to_one_client(clients, n_test, val, seed):
     data = numbered(120, n_test)
@@ -162,6 +163,7 @@ def test_test_share_refuses_partitions_that_draw_mixtures():
         make_clients(numbered(400, 10), Iid(11), TestShare(), KEY)
 
 
+@pytest.mark.full
 @given(st.floats(0.01, 1), st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
 def test_subsampling_keeps_a_share_of_the_training_examples_and_all_others(share, least, clients, seed):
     before = make_clients(numbered(), Iid(clients), LocalSplit(), Key((seed,)))

@@ -147,6 +147,7 @@ def test_the_boundary_stays_where_a_merge_would_cross_it(bpe: Any) -> None:
 some = st.text(alphabet="ab c\n:#é", min_size=1, max_size=12)
 
 
+@pytest.mark.full
 @given(
     pairs=st.lists(st.tuples(some, some, st.one_of(st.just(""), some)), min_size=1, max_size=5),
     format=st.sampled_from(["alpaca", "plain", "none"]),

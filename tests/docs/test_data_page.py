@@ -63,6 +63,7 @@ def test_the_own_partition_and_the_extended_dirichlet(
     assert max(found[1]) <= 2
 
 
+@pytest.mark.full
 def test_the_table_runs_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_verdict_is_that_of_the_interval(low: float, high: float, sign: str, v
     assert claims.judge(low, high, sign) == verdict
 
 
+@pytest.mark.full
 def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def commit(path: str, text: str) -> str:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,7 @@ def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch
         evidence._check_commit(begun, tmp_path)
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENTERED)
 def test_a_page_shows_the_table_of_the_figures(name: str) -> None:
     found = SETTINGS["experiments"][name]
@@ -183,7 +184,7 @@ def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
     return {int(row["seed"]): float(row["test"]) for row in own if int(row["round"]) == end}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ENTERED)
 def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
@@ -233,7 +234,7 @@ def intervals(name: str) -> set[str]:
     return {text.replace("-", "−") for text in found}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ENTERED)
 def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
@@ -284,7 +285,7 @@ def test_an_interval_of_two_claims_counts_once_in_the_correction() -> None:
     assert f"{len(keys)} different intervals" in (RESULTS / "index.md").read_text()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_an_experiment_follows_the_protocol(path: Path) -> None:
     made = ExperimentConfig.read(path)

@@ -21,6 +21,7 @@ def read(text: str, folder: Path) -> ExperimentConfig:
     return ExperimentConfig.read(folder / "file.toml")
 
 
+@pytest.mark.full
 def test_the_grid_has_as_many_runs_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = re.findall(r"^fedlowrank (compare .*--vary.*)$", PAGE, re.MULTILINE)
     monkeypatch.chdir(ROOT)
@@ -37,6 +38,7 @@ def test_the_grid_has_as_many_runs_as_the_page_says(tmp_path: Path, monkeypatch:
     assert [one.method for one in plan_tuning(tuned, tmp_path)] == ["standalone"] * 3 + ["pfedlora"] * 6
 
 
+@pytest.mark.full
 def test_the_python_example_plans_the_same_grid(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +48,7 @@ def test_the_python_example_plans_the_same_grid(
     assert capsys.readouterr().out.split()[0] == "16"
 
 
+@pytest.mark.full
 def test_the_table_shows_every_setting_of_the_demo() -> None:
     made = ExperimentConfig.read(ROOT / "experiments" / "demo" / "tune.toml")
     shown = PAGE.partition("<!-- begin tuning.md -->")[2]

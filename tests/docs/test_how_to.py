@@ -37,6 +37,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.full
 def test_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     stopping, own = blocks(CALLBACKS, "python")
@@ -70,6 +71,7 @@ def test_losses(capsys: pytest.CaptureFixture[str]) -> None:
     assert {*KINDS, *options} <= named
 
 
+@pytest.mark.full
 def test_system_heterogeneity(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks(HETEROGENEITY, "python")
     exec(compile(code, "page", "exec"), {})
@@ -126,6 +128,7 @@ def test_optimizers() -> None:
         assert bool(method.forgets) == (name in ("fednova", "fedspa", "flora", "flexlora", "fedhl"))
 
 
+@pytest.mark.full
 def test_sampling(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks(SAMPLING, "python")
     exec(compile(code, "page", "exec"), {})

@@ -42,6 +42,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_metrics", raising=False)
 
 
+@pytest.mark.full
 def test_the_python_examples_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope: dict[str, Any] = {}
@@ -62,6 +63,7 @@ def test_the_python_examples_run_one_after_another(capsys: pytest.CaptureFixture
     assert not scope["wrong"]["correct"].any()
 
 
+@pytest.mark.full
 def test_the_commands_and_the_experiment_file() -> None:
     (settings,) = re.findall(r"```toml\n\[run\]\n(.*?)```", PAGE, re.DOTALL)
     Path("experiment.toml").write_text(EXPERIMENT + settings)

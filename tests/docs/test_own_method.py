@@ -83,6 +83,7 @@ def test_its_apfl_is_the_packages_round_for_round(federation: Federation) -> Non
     assert all(0 <= a <= 1 and abs(a - 0.3) > 1e-3 for a in shares), "a must have been trained"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("folder")
 def test_two_passes_of_one_step_are_the_joint_step(federation: Federation) -> None:
     module = importlib.import_module("my_apfl")
@@ -96,6 +97,7 @@ def test_two_passes_of_one_step_are_the_joint_step(federation: Federation) -> No
     assert more.passes() == {"global": Pass(1, 1000), "own": Pass(3, 1000)}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("folder")
 def test_the_scripts_run(capsys: Capsys) -> None:
     for text in SCRIPTS:

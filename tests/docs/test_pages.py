@@ -40,6 +40,7 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
+@pytest.mark.full
 def test_get_started(printed) -> None:
     accuracy, sent = printed("get-started.md")[0].split()
     assert 0 <= float(accuracy) <= 1
@@ -89,12 +90,14 @@ def test_deploy(printed) -> None:
     assert [line.split()[0] for line in latencies] == ["dense", "thin"]
 
 
+@pytest.mark.full
 def test_floral(printed) -> None:
     *budget, routes = printed("how-to/floral.md")
     assert budget[-1] == "The base has 1,379 numbers. Not adapted: none."
     assert sum(json.loads(routes)) == pytest.approx(1)
 
 
+@pytest.mark.full
 def test_lora(printed) -> None:
     ranked, weights, frozen = printed("how-to/lora.md")
     assert all(0 <= float(share) <= 1 for share in ranked.split())

@@ -115,6 +115,7 @@ def robustness():
 
 
 class TestRobustness:
+    @pytest.mark.full
     def test_the_page_has_what_the_script_writes(self, robustness):
         made, cells = robustness
         written = (RESULTS / "robustness.md").read_text().splitlines()

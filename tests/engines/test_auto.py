@@ -111,6 +111,7 @@ def test_the_choice_is_logged_and_gives_that_engine_s_result(caplog: pytest.LogC
     assert tree.equal(run.state.server, named.state.server)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cores", [(1, 8), (8, 1)])
 def test_a_run_goes_on_with_its_bits_on_another_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: tuple[int, int]

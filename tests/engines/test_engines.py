@@ -120,7 +120,7 @@ def str_keys(run: Run) -> dict[str, Any]:
 # Every method
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_passes_every_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a method is seen to learn from three times the examples as well as from eight times, in half the time
@@ -283,7 +283,7 @@ class MixesLater(Plain):
         return view.train(loss, down, "local", self.optimizer)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "check", "says"),
     [
@@ -468,7 +468,7 @@ class Captures(Plain):
         return view.train(self.make(float(view.info.id + 1), view.model), down, "local", self.optimizer)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make", [by_closure, by_tensor, by_list, by_default, by_partial, by_object, by_helper, by_recursion]
 )
@@ -483,6 +483,7 @@ def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
     assert gap(one, same) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("batched")
 def test_requests_with_other_captured_values_are_not_merged() -> None:
     on = federation(False)
@@ -500,6 +501,7 @@ def test_equal_captured_values_are_merged() -> None:
     assert sorted(groups(TwoKinds(), federation(False))) == [2, 3]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("batched")
 def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
     @dataclass(frozen=True)
@@ -581,6 +583,7 @@ def two_inputs(i: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"a": a, "b": b}, (a.sum(1) > b.sum(1)).long()
 
 
+@pytest.mark.full
 def test_named_inputs() -> None:
     clients = []
     for i in range(3):
@@ -655,6 +658,7 @@ class Varied(Plain):
         return view.train(loss, down, "local", self.optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -690,6 +694,7 @@ def test_an_error_of_a_loss_comes_out_with_its_own_message() -> None:
     assert caught.value.__context__ is None
 
 
+@pytest.mark.full
 def test_a_method_may_train_under_some_condition_only() -> None:
     @dataclass(frozen=True)
     class OddTwice(Plain):
@@ -711,7 +716,7 @@ def poisoned() -> Federation:
     return dataclasses.replace(on, clients=clients)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_nan_stops_the_run(engine: str) -> None:
     count = threading.active_count()
@@ -743,6 +748,7 @@ def test_a_nan_can_be_dropped(engine: str) -> None:
 # Messages and their loss
 
 
+@pytest.mark.full
 def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
     on = federation(True)
     run = Run(PFedLoRA(width=2), on, RunSettings(rounds=6, lost_replies=0.5), Sequential())
@@ -764,7 +770,7 @@ def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
     assert 0 < seen < 20
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
     on = federation(True)
@@ -848,6 +854,7 @@ def test_the_share_of_participants_is_rounded_half_up_to_at_least_one(
         assert chosen == sorted(set(chosen))
 
 
+@pytest.mark.full
 def test_participants_are_equal_for_all_methods_and_change_from_round_to_round() -> None:
     chosen = []
     for cls in METHODS.values():
@@ -877,6 +884,7 @@ class Perceptron(nn.Module):
 standard.LAYERS |= {Perceptron}  # its forward pass is deterministic, so clients may be batched
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_floating_point_operations_of_a_perceptron(engine: str) -> None:
     sizes = (20, 33, 8)

@@ -191,7 +191,7 @@ def looks(
     return sum(o.meter.steps for o in outcomes), ear.heard
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @ENGINE
 @pytest.mark.parametrize(
     ("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW]
@@ -205,7 +205,7 @@ def test_nobody_looks_at_a_number_in_a_step(
     assert many[1] == few[1]
 
 
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on = check_federation(False, clients=2)
@@ -214,6 +214,7 @@ def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.Mo
     assert many[1] == few[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["tables", "texts"])
 def test_nobody_looks_at_a_number_in_a_part_of_a_step(kind: str) -> None:
     found = [
@@ -282,7 +283,7 @@ def test_nothing_is_copied_to_the_device_in_a_step(engine: str, kind: str, optim
     assert few.total() <= 2 * len(on.clients) + 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["tables", "texts"])
 def test_nothing_is_copied_to_the_device_in_a_part_of_a_step(kind: str) -> None:
     few, many = (copies("sequential", ON[kind](), epochs, SGD(lr=0.1), 3) for epochs in (1, 4))

@@ -36,11 +36,13 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fedslr", "floral", "pfedlora"])
 def test_the_sequential_engine_s_bits(name: str) -> None:
     assert same(run_of(METHODS[name](), Processes()), run_of(METHODS[name](), Sequential()))
 
 
+@pytest.mark.full
 def test_records_are_the_same_but_for_time() -> None:
     found = [
         simulate("ditto", federation(False), rounds=3, engine=e).rounds for e in ("processes", "sequential")
@@ -51,12 +53,14 @@ def test_records_are_the_same_but_for_time() -> None:
         )
 
 
+@pytest.mark.full
 def test_messages_longer_than_the_shared_memory_go_through_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_of(FedAvg(), Sequential())
     monkeypatch.setattr(processes, "SHARED", 4096)
     assert same(run_of(FedAvg(), Processes()), whole)
 
 
+@pytest.mark.full
 def test_work_is_done_by_as_many_processes_as_cores_and_the_longest_is_begun_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,6 +98,7 @@ def test_a_process_has_one_thread() -> None:
     assert os.getpid() not in {f["pid"] for f in found}
 
 
+@pytest.mark.full
 def test_what_is_found_of_each_comes_in_their_order() -> None:
     assert Processes().each(lambda i: {"n": i * i}, range(7)) == [{"n": i * i} for i in range(7)]
 
@@ -124,6 +129,7 @@ def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> 
     assert same(run_of(FedAvg(), engine), run_of(FedAvg(), Sequential()))
 
 
+@pytest.mark.full
 def test_training_that_diverges_is_the_client_s() -> None:
     method = FedAvg(optimizer=SGD(lr=1e30))
     for engine in (Processes(), Sequential()):
@@ -135,6 +141,7 @@ def test_training_that_diverges_is_the_client_s() -> None:
         engine.close()
 
 
+@pytest.mark.full
 def test_processes_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PATIENCE", 0.1)
     note = tmp_path / "pids"

@@ -63,7 +63,7 @@ OPTIMIZERS = {
 
 
 # which clients are trained together depends on scales and layers, what padding does on the optimizer
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "optimizer", "scaling", "make"),
     [
@@ -98,6 +98,7 @@ def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
     assert [t.shape for t in a] == [t.shape for t in b]
 
 
+@pytest.mark.full
 def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
     on = federation(small)
     method = METHODS["fedhl"](
@@ -113,6 +114,7 @@ def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5
 
 
+@pytest.mark.full
 def test_uploads_are_of_each_clients_own_rank() -> None:
     on = federation(small)
     run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorized())

@@ -81,6 +81,7 @@ def test_tables_in_lists_are_toml_too() -> None:
     assert tomllib.loads(format_toml(tables)) == tables
 
 
+@pytest.mark.full
 def test_optional_libraries_wait_until_they_are_needed() -> None:
     text = "import sys; from fedlowrank.cli.main import main; main(['list'])"
     text += "; print([m for m in ('transformers', 'peft', 'flwr', 'datasets') if m in sys.modules], file=sys.stderr)"

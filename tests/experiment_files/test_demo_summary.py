@@ -74,6 +74,7 @@ def in_order(values: dict[str, float], descending: bool = False) -> list[tuple[s
     return [(name, round(values[name], 1)) for name in names]
 
 
+@pytest.mark.full
 def test_every_idea_is_summarized_as_numpy_does_it(
     summary: ModuleType,
     tmp_path: Path,

@@ -179,7 +179,7 @@ def test_table_1_and_2_show_the_numbers_of_the_paper(stem: str) -> None:
     assert made.describe()["reference"]["label"].endswith(f", {title} {split}")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stem", SWEEPS)
 def test_every_value_reaches_the_method_and_has_its_own_numbers(stem: str) -> None:
     field, values, numbers = SWEEPS[stem]
@@ -269,7 +269,7 @@ def test_the_baselines_have_the_settings_of_the_paper(stem: str) -> None:
         assert {field: getattr(method, field) for field in wanted} == wanted
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("stem", [*MAIN, "figure5"])
 @pytest.mark.usefixtures("blank_images")
 def test_clients_hold_equal_shares_and_mixtures_of_the_papers_kind(stem: str) -> None:
@@ -295,7 +295,7 @@ def test_clients_hold_equal_shares_and_mixtures_of_the_papers_kind(stem: str) ->
         assert len(client.test) == 100 or client.notes
 
 
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("stem", [s for s in STEMS if s not in ("table3-lambda", "figure5")])
 @pytest.mark.usefixtures("noise")
 def test_small_versions_run(stem: str) -> None:

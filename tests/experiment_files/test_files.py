@@ -69,7 +69,7 @@ def test_every_file_loads(path: Path) -> None:
         assert callable(import_named(name, "model.names"))
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(19)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_an_experiment_prints_a_file_that_makes_it_again(path: Path) -> None:
     made = loaded(path)
@@ -158,7 +158,7 @@ def test_figures_vary_what_the_paper_varies(stem: str) -> None:
     assert [parse_value(v) for v in text.partition("=")[2].split(",")] == wanted
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", [p for p in RUNNABLE if "vary" in read_tables(p)], ids=name_of)
 def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
     field = read_tables(path)["vary"].partition("=")[0]
@@ -178,7 +178,7 @@ def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
     assert seen == [parse_value(v) for v in read_tables(path)["vary"].partition("=")[2].split(",")]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
 @pytest.mark.usefixtures("blank_images")
 def test_the_data_can_be_shared_out_for_every_value(stem: str) -> None:
@@ -198,7 +198,7 @@ def bundled() -> list[Path]:
     return [p for p in RUNNABLE if read_tables(p)["data"]["source"] in BUNDLED]
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("path", bundled(), ids=name_of)
 def test_small_versions_run(path: Path) -> None:
     """One round of pFedLoRA at the last of the varied values, on one architecture of small width."""

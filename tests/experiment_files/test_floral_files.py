@@ -67,6 +67,7 @@ def whole(stem: str) -> Path:
     return FLORAL / f"{stem}.toml"
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 @pytest.mark.parametrize("task", TABLE_1)
 def test_table_1_in_the_protocol_of_the_paper(task: str, reduced: bool) -> None:
@@ -116,6 +117,7 @@ def test_ablations_show_the_numbers_of_the_paper(table: str, task: str) -> None:
         assert "convolution" not in methods[3].kinds
 
 
+@pytest.mark.full
 def test_every_file_has_a_small_version_that_is_shorter() -> None:
     stems = {p.stem for p in runnable(FLORAL) if p.parent == FLORAL}
     assert stems == {p.stem for p in (FLORAL / "cpu").glob("*.toml")}

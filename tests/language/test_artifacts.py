@@ -63,7 +63,7 @@ def scores(model):
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_peft_loads_what_the_live_model_computes(name, stable, request, tmp_path):
@@ -78,6 +78,7 @@ def test_peft_loads_what_the_live_model_computes(name, stable, request, tmp_path
     assert config.modules_to_save is None
 
 
+@pytest.mark.full
 def test_peft_loads_a_classifier_with_its_head(bert, tmp_path):
     _, model, factors, scale, out = live(bert, task="classification", targets=MODELS["bert"])
     write(tmp_path, model, factors, scale, head=head_of(model))
@@ -86,6 +87,7 @@ def test_peft_loads_a_classifier_with_its_head(bert, tmp_path):
     assert torch.allclose(scores(PeftModel.from_pretrained(base, tmp_path)), out, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
     folder = tmp_path / "base"
     load_base(LanguageBase(str(bert), "classification"), CLASSES, KEY).model.bert.save_pretrained(folder)
@@ -105,6 +107,7 @@ def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
     assert torch.allclose(scores(PeftModel.from_pretrained(base, adapter)), out, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_frozen_head_of_the_files_needs_not_travel(bert, tmp_path):
     first = load_base(LanguageBase(str(bert), "classification"), CLASSES, KEY)
     first.model.save_pretrained(tmp_path / "base")
@@ -166,6 +169,7 @@ def test_embeddings_and_convolutions_go_through_files(tmp_path):
     assert torch.allclose(merged(X), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=2), st.floats(0.01, 100), st.booleans())
 def test_ranks_are_made_equal_and_products_stay(tmp_path_factory, ranks, scale, stable):
     folder, names = tmp_path_factory.mktemp("a"), ("line", "image")
@@ -181,6 +185,7 @@ def test_ranks_are_made_equal_and_products_stay(tmp_path_factory, ranks, scale, 
     assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (max(1, *ranks),) * 2 + (False,)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_path):
     folder = request.getfixturevalue(name)

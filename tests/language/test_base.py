@@ -57,6 +57,7 @@ def test_the_digest_is_a_hash_of_all_weights(llama):
     assert loaded.digest == made.hexdigest()
 
 
+@pytest.mark.full
 def test_the_dtype_is_part_of_the_digest_and_names_and_shapes_are(llama):
     whole, half, auto = (
         load_base(LanguageBase(str(llama), dtype=d), (), KEY) for d in ("float32", "bfloat16", "auto")

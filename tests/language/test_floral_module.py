@@ -22,6 +22,7 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", ["llama", "gpt2"])
 def test_every_parameter_of_a_language_model_is_adapted(which: str, request: pytest.FixtureRequest) -> None:
     base = load(request.getfixturevalue(which))

@@ -141,6 +141,7 @@ def test_initial_factors_are_those_of_peft_in_distribution():
     assert float(gauss.std()) == pytest.approx(1 / 50, rel=0.1)
 
 
+@pytest.mark.full
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
 def test_a_lower_rank_is_the_first_rows_of_a_higher_one(low, more, seed):
     where = layers(attach_adapter(Mixed(), lora_config(ALL), KEY))

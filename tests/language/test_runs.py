@@ -80,7 +80,7 @@ def toml(tables: dict[str, Any], path: Path) -> Path:
     return path
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("method", FORMS)
 def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path, tmp_path: Path) -> None:
     ranks = {"ranks": [2]} if method in EQUAL_RANKS else {}
@@ -98,6 +98,7 @@ def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path,
         assert torch.equal(p, base[name]), f"{name} of the shared base changed"
 
 
+@pytest.mark.full
 def test_clients_share_one_base_and_hold_factors_alone(llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path))
     model = language_of(run).model
@@ -266,6 +267,7 @@ def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
     assert open_run(tmp_path / "run", "").round == 4
 
 
+@pytest.mark.full
 def test_the_paper_s_scores_stand_in_the_report(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

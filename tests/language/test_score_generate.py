@@ -25,7 +25,7 @@ def expected(model, tokenizer, prompts, count):
     return [tokenizer.decode(greedy(model, tokenizer(p)["input_ids"], count)) for p in prompts]
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_greedy_is_the_likeliest_token_one_by_one_in_batches_of_any_size(tokenizer, make, batch_size):
@@ -35,6 +35,7 @@ def test_greedy_is_the_likeliest_token_one_by_one_in_batches_of_any_size(tokeniz
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.full
 def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
     from transformers import GenerationConfig
 
@@ -49,6 +50,7 @@ def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
     assert saved.num_beams == 3
 
 
+@pytest.mark.full
 def test_an_adapter_of_peft_is_used_and_its_base_left_as_it_was(tokenizer):
     import peft
 
@@ -70,6 +72,7 @@ def test_an_adapter_of_peft_is_used_and_its_base_left_as_it_was(tokenizer):
     assert base.generation_config is saved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["model", "models", "tokenizer", "stop"])
 def test_a_text_ends_before_the_end_token(where):
     tokenizer = (
@@ -94,6 +97,7 @@ def test_a_text_ends_before_the_end_token(where):
     assert complete_prompts(model, tokenizer, ["the", "quick"], decoding)[0] == tokenizer.decode(ids[:at])
 
 
+@pytest.mark.full
 def test_texts_are_cut_at_stop_strings_and_generation_ends_there(model, tokenizer):
     whole = expected(model, tokenizer, PROMPTS[:2], 40)
     stop = tuple(text[len(text) // 3 :][:3] for text in whole)
@@ -112,6 +116,7 @@ def test_cut_takes_the_first_place_of_any_string():
     assert truncate_at_stop("abc", []) == "abc"
 
 
+@pytest.mark.full
 def test_modes_and_tokenizer_are_as_before(tokenizer):
     model = llama(len(tokenizer), attention_dropout=0.5)
     model.train()
@@ -130,6 +135,7 @@ def test_modes_and_tokenizer_are_as_before(tokenizer):
     assert not any(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.full
 def test_sampling_draws_from_the_key_alone(tokenizer):
     model = llama(len(tokenizer), initializer_range=0.1)
     decoding = Decoding(12, "sample", batch_size=2, key=Key((3, "eval")))
@@ -146,7 +152,7 @@ def test_sampling_draws_from_the_key_alone(tokenizer):
     assert twice[:2] != twice[2:]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.5, 1.0), (1.0, 0.6)])
 def test_sampling_follows_the_distribution(tokenizer, temperature, top_p):
     model = llama(len(tokenizer), initializer_range=0.1).eval()

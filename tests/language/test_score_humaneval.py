@@ -28,6 +28,7 @@ def run(program, **limits):
     return run_program(program, ProgramLimits(**{"seconds": 20.0, **limits}))
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("completion", "outcome", "message"),
     [
@@ -58,6 +59,7 @@ def test_an_endless_loop_is_stopped_by_the_clock_and_by_the_processor_time():
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.full
 def test_a_program_sees_nothing_of_the_environment_nor_of_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET_OF_THE_CALLER", "42")
     monkeypatch.chdir(tmp_path)
@@ -71,6 +73,7 @@ def test_a_program_sees_nothing_of_the_environment_nor_of_the_folder(monkeypatch
     ).passed
 
 
+@pytest.mark.full
 def test_open_files_of_the_caller_are_closed_and_its_folder_is_removed(tmp_path):
     with (tmp_path / "file").open("w") as file:
         os.set_inheritable(file.fileno(), True)
@@ -92,6 +95,7 @@ def test_limits_are_those_given():
             ProgramLimits(**wrong)
 
 
+@pytest.mark.full
 def test_memory_and_files_are_limited():
     assert run("x = bytearray(1 << 29)", memory=1 << 28).message == "MemoryError"
     assert run("x = bytearray(1 << 27)", memory=1 << 30).passed
@@ -100,6 +104,7 @@ def test_memory_and_files_are_limited():
         assert run(write, file_size=1 << 22).passed
 
 
+@pytest.mark.full
 def test_no_process_is_left_behind(tmp_path):
     """A child that outlives its parent, in a session of its own, would leave a mark after two seconds."""
     tmp_path.chmod(0o777)
@@ -162,6 +167,7 @@ def test_there_is_no_network_where_the_result_says_so():
         assert found.isolation.contained
 
 
+@pytest.mark.full
 def test_it_is_told_as_whom_and_where_a_program_ran():
     found = run("import os\nraise ValueError(os.getpid(), os.getuid())")
     pid, user = map(int, found.message.removeprefix("ValueError: (").rstrip(")").split(","))
@@ -172,6 +178,7 @@ def test_it_is_told_as_whom_and_where_a_program_ran():
         assert run("open('/etc/hosts', 'a')").message.startswith("PermissionError")
 
 
+@pytest.mark.full
 def test_what_held_it_in_is_told():
     line = Isolation(network=True, contained=False, single=True, user="nobody").describe()
     held, missing = line.split("; not in force: ")
@@ -196,6 +203,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(numbers):
     assert humaneval.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
+@pytest.mark.full
 def test_several_samples_of_several_problems():
     right, wrong = "    return 2 * x\n", "    return x\n"
     runs = humaneval.grade_completions([PROBLEM, PROBLEM], [[right, wrong, wrong], [wrong] * 3], QUICK)

@@ -33,6 +33,7 @@ def by_hand(model, rows):
 row = st.tuples(st.lists(st.integers(0, 200), max_size=9), st.integers(0, 9))
 
 
+@pytest.mark.full
 @given(
     st.lists(row, min_size=1, max_size=5).filter(lambda rows: any(len(x) > max(s, 1) for x, s in rows)),
     st.sampled_from([llama, gpt2]),

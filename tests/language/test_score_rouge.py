@@ -25,6 +25,7 @@ words = st.lists(st.sampled_from(["the", "cat", "Sat", "on", "a", "mat.", "42", 
 )
 
 
+@pytest.mark.full
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=5))
 def test_it_is_the_f_of_the_longest_common_subsequence(pairs):
     predictions, references = zip(*pairs, strict=True)

@@ -180,6 +180,7 @@ def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
             PerplexityTask(path, **wrong)
 
 
+@pytest.mark.full
 def test_a_real_model_goes_through_a_task(tmp_path, tokenizer):
     """A reference that is what the model writes scores 1; the model itself is a random one."""
     model = llama(len(tokenizer))

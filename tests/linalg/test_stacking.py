@@ -210,7 +210,7 @@ def test_widths_up_to_the_matrix_and_above(shape: tuple[int, int], width: int) -
             torch.testing.assert_close(f.mT @ f, torch.eye(len(s1), dtype=f.dtype), rtol=0, atol=1e-13)
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "noise"), [((350, 420), 1e-2), *(((420, 350), n) for n in (1.0, 1e-2, 1e-4, 1e-8, 0.0))]
 )

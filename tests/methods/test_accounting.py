@@ -42,7 +42,7 @@ def gigabytes(method: Method[Any, Any, Any, Any]) -> float:
     return 4 * (record.parameters_up + record.parameters_down) / CLIENTS * SESSION / 1e9
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.full) if n in ("fedspa", "apfl") else n for n in CIFAR10]
 )

@@ -227,6 +227,7 @@ class Own(Method[Any, None, Any, Any]):
         return total
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 def test_a_loss_that_asks_for_the_training_mode(engine: str) -> None:
     torch.manual_seed(2)
@@ -254,6 +255,7 @@ def test_a_loss_that_is_no_number_is_named(kind: str, said: str) -> None:
             simulate(Own(kind=kind, batch_size=4), federation(), rounds=1, engine=engine)
 
 
+@pytest.mark.full
 def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -287,7 +289,7 @@ def test_every_pass_of_every_method_is_in_training_mode_and_nothing_else(
 # -- small and uneven federations ----------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "names", "sizes"), [("sequential", METHODS, (5,)), ("vectorized", KINDS[::2], (5, 3))]
 )

@@ -60,7 +60,7 @@ def made(name: str) -> Method:
     return METHODS[name](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])
 def test_roles_come_from_shapes_and_never_from_names(name: str) -> None:
     result = simulate(made(name), federation(), rounds=3)
@@ -117,6 +117,7 @@ def test_a_client_that_never_took_part_has_no_personal_part() -> None:
             assert record.accuracy["mixed"]["test"][i] == record.accuracy["gkr"]["test"][i]
 
 
+@pytest.mark.full
 def test_a_sparse_penalty_that_kills_every_personal_part_leaves_the_global_model() -> None:
     method = METHODS["fedslr"](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03, mu=1e6)
     record = simulate(method, federation(), rounds=2).rounds[-1]

@@ -90,6 +90,7 @@ def test_fedavgm(momentum: float, server_lr: float, engine: type[Engine]) -> Non
     same(layers(run.state.server.velocity), velocity)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_fedavgm_without_momentum_is_fedavg(weighting: Any) -> None:
     method = FedAvgM(server_momentum=0.0, weighting=weighting, **LOCAL)
@@ -156,6 +157,7 @@ def test_fednova(momentum: float, mu: float, engine: type[Engine]) -> None:
     same(layers(run.state.server), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, weight_decay=0.1, clip=0.5), SGD(lr=0.05, momentum=0.9)])
 def test_fednova_of_equal_numbers_of_steps_is_fedavg(optimizer: SGD) -> None:
     # unequal numbers of examples, and three steps an epoch for each of them
@@ -243,7 +245,7 @@ def test_which_parameters_are_those_of_normalizations() -> None:
 # -- FedBABU -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["whole", "head", "body"])
 def test_fedbabu(part: Any, engine: type[Engine]) -> None:
     federation = alike()
@@ -265,6 +267,7 @@ def test_fedbabu(part: Any, engine: type[Engine]) -> None:
         same(layers({n: series["global"][n] for n in names}), body + start[-1:])
 
 
+@pytest.mark.full
 def test_fedbabu_fine_tunes_with_the_optimizer_of_the_training_unless_told_otherwise() -> None:
     federation = alike()
     alone, told = (

@@ -350,7 +350,7 @@ def test_the_memory_of_a_server_survives_its_bytes() -> None:
 # -- Local Adaptor -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("alpha", "precondition"), [(1.0, True), (1.6, False), (0.5, True)])
 def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -> None:
     federation = alike()
@@ -372,6 +372,7 @@ def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -
         same(layers(run.personal(federation.infos[k])), reference.mixed(net, own[k], np.ones(1), alpha))
 
 
+@pytest.mark.full
 def test_a_frozen_local_adaptor_is_fedavg_and_none_is_sent() -> None:
     frozen = {**LOCAL, "optimizer": SGD(lr=LR, groups={"adaptors": Group(lr=0.0)})}
     run = run_of(LocalAdaptor(rank=2, **frozen), alike(), steps=0, **SAMPLE)
@@ -423,7 +424,7 @@ def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
     return run
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
@@ -446,6 +447,7 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
 # -- FedEM ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_fedem(engine: type[Engine]) -> None:
     federation = alike()
     run = run_of(FedEM(clusters=3, **LOCAL), federation, engine=engine, **SAMPLE)
@@ -462,6 +464,7 @@ def test_fedem(engine: type[Engine]) -> None:
     assert max(abs(pi - 1 / 3).max() for pi in pis.values()) > 0.05
 
 
+@pytest.mark.full
 def test_the_recorded_accuracy_of_fedem_is_that_of_the_mixture() -> None:
     federation = alike()
     run = run_of(FedEM(clusters=3, **LOCAL), federation, steps=2)
@@ -502,6 +505,7 @@ def test_the_shares_of_examples_hold_while_the_models_move() -> None:
         assert torch.equal(a.state.clients[k], b.state.clients[k])
 
 
+@pytest.mark.full
 def test_fedem_keeps_its_shares_and_sends_every_component() -> None:
     run = run_of(FedEM(clusters=3, **LOCAL), alike(), steps=0, **SAMPLE)
     for _ in range(2):
@@ -621,7 +625,7 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     assert not run.draws.unseen & set(run.state.clients)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method",
     [FedEM(clusters=2, adapt=40), Ensemble(clusters=2, router=Router(lr=2.0, adapt=60))],

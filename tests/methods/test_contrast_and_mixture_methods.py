@@ -91,7 +91,7 @@ def test_fedrod(gamma: float, engine: type[Engine]) -> None:
         same(predictors["personal"](x), scores + inputs[-1] @ head[0][0].T + head[0][1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("steps", "beta", "weighting", "rounds"), [(5, 1.0, "uniform", None), (1, 0.6, "examples", 7)]
 )
@@ -122,7 +122,7 @@ def check_shares(rounds: list[dict[int, list[list[np.ndarray]]]]) -> None:
     assert all(len(set(sets)) > 1 for sets in drawn.values())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("eta", "upper"), [(1.0, 1), (20.0, 1), (20.0, 2)])
 def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
     method = FedALA(eta=eta, first_epochs=2, layers=None if upper == 1 else upper, **LOCAL)
@@ -286,7 +286,7 @@ def test_bad_settings_are_refused(make: Any, said: str) -> None:
         make()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [MOON, FedRoD, PFedMe, FedALA])
 def test_clients_of_one_model_are_trained_at_once(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     alone: list[Any] = []

@@ -118,7 +118,7 @@ def test_ditto(lam: float, engine: type[Engine]) -> None:
 
 
 # a moves as the paper says and meets a bound, moves slowly enough to meet none, or stays
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("alpha", "pace", "bounds"),
     [(0.5, 1.0, {0.0}), (0.97, 1.0, {1.0}), (0.5, 0.05, set()), (0.2, 0.0, set())],
@@ -141,6 +141,7 @@ def test_apfl(alpha: float, pace: float, bounds: set[float], engine: type[Engine
     assert (shares == [alpha] * len(SIZES)) == (pace == 0)
 
 
+@pytest.mark.full
 def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
     settings = {"batch_size": 8, "optimizer": SGD(lr=0.1, weight_decay=0.5)}
     run = run_of(APFL(adaptive=False, **settings), alike(), **SAMPLE)
@@ -158,6 +159,7 @@ def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
 # -- duals: what the server holds is the mean over all clients -----------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_the_dual_of_the_server_is_the_mean_over_all_clients(participation: float) -> None:
     a = run_of(SCAFFOLD(**FALLING), alike(), rounds=5, participation=participation)
@@ -168,6 +170,7 @@ def test_the_dual_of_the_server_is_the_mean_over_all_clients(participation: floa
     assert tree.dot(a.state.server.control, a.state.server.control) > 1e-4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [SCAFFOLD, FedDyn])
 def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(make: Any) -> None:
     run = run_of(make(**LOCAL), alike(**F32), rounds=10, steps=0, lost_replies=0.3, **SAMPLE)
@@ -341,6 +344,7 @@ def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, opt
     assert tree.equal(a.state.server, b.state.server)
 
 
+@pytest.mark.full
 def test_ditto_without_pull_is_standalone_but_for_the_order_of_examples() -> None:
     # by the reference of Standalone in the order of the second pass
     federation = alike()
@@ -372,7 +376,7 @@ def test_ditto_shows_both_models() -> None:
 # -- APFL ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.0, False), (0.5, False), (0.5, True), (1.0, False)])
 def test_the_global_model_of_apfl_is_that_of_fedavg_bit_for_bit(alpha: float, adaptive: bool) -> None:
     a = run_of(APFL(alpha=alpha, adaptive=adaptive, **LOCAL), alike(**F32), **SAMPLE)
@@ -395,6 +399,7 @@ def test_apfl_of_the_global_model_alone_infers_by_it_and_trains_no_other() -> No
         assert tree.equal(inference(run, k)[0], run.state.server)
 
 
+@pytest.mark.full
 def test_apfl_infers_by_the_mixture_and_keeps_the_local_model_beside_it() -> None:
     slow = {**LOCAL, "optimizer": SGD(lr=LR, groups={"a": Group(lr=0.01)})}
     run = run_of(APFL(**slow), alike(), **SAMPLE)

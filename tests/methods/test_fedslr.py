@@ -126,6 +126,7 @@ def test_without_penalty_the_global_model_is_feddyns_cloud_model() -> None:
         assert all(torch.is_tensor(p) for p in run.state.server.w.weights.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [0.0, 0.3])
 def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
     ends = [
@@ -149,6 +150,7 @@ def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
             torch.testing.assert_close(kept[str(k)][name], own, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> None:
     federation = alike(torch.float32)
     run = run_of(
@@ -267,6 +269,7 @@ def test_the_mixed_model_is_the_sum() -> None:
 # Contract
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [FedSLR(), GPGD()], ids=["fedslr", "gpgd"])
 def test_a_prox_goes_on_shrinking_the_model_when_nobody_learns(method) -> None:
     patched = type("AtWork", (type(method),), {"at_rest": {}})
@@ -337,7 +340,7 @@ def step_of_divergence(federation) -> int:
     raise AssertionError("it does not diverge")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("executor", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", NUCLEAR)
 def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: str, executor: str) -> None:

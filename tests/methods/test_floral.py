@@ -94,7 +94,7 @@ def golden(
 # -- against NumPy -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("router", "wanted"),
     [
@@ -116,6 +116,7 @@ def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine
         assert any(int((pi == 0).sum()) == 1 for pi in shares)
 
 
+@pytest.mark.full
 def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
     """Eq. 4 and 5: π of the models received, unchanged by training and used in the average; even in the first
     round."""
@@ -134,7 +135,7 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
             assert np.abs(reference.shares(thetas[info.id], 1.0, None) - pi).max() > 1e-3
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 0.4])
 def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
@@ -144,6 +145,7 @@ def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
     golden(method, Sequential, router_lr=0.5, precondition=precondition)
 
 
+@pytest.mark.full
 def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     more: dict[str, Any] = {"rank_pattern": {"head": 2}, "eps": 0.05, "initial_scale": 0.25}
     method = FederatedFloral(clusters=2, rank=1, router=Router(lr=0.5), **more, **LOCAL)
@@ -156,6 +158,7 @@ def test_ranks_of_single_layers_epsilon_and_the_initial_scale(monkeypatch: pytes
         assert 0.8 * bound < float(first[name].u.abs().max()) <= bound
 
 
+@pytest.mark.full
 def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     local = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=0.05)}
     golden(
@@ -163,6 +166,7 @@ def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     )
 
 
+@pytest.mark.full
 def test_optimal_routing(engine: type[Engine]) -> None:
     run, _ = golden(
         FederatedFloral(clusters=3, rank=2, alpha=1.3, router=OPTIMAL, **LOCAL), engine, known=list(KNOWN)
@@ -170,12 +174,14 @@ def test_optimal_routing(engine: type[Engine]) -> None:
     assert all(s is None for s in states(run))
 
 
+@pytest.mark.full
 def test_a_client_without_memory_learns_its_router_anew(engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, keep=False), **LOCAL)
     run, _ = golden(method, engine, router_lr=0.7, keep=False)
     assert all(s is None for s in states(run))
 
 
+@pytest.mark.full
 def test_noise_on_the_router_comes_from_its_named_key(engine: type[Engine]) -> None:
     federation, std = alike(cluster=KNOWN), 0.8
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, noise=std), **LOCAL)
@@ -201,7 +207,7 @@ def test_noise_has_the_standard_deviation_asked_for() -> None:
     assert not Router().noises(federation.key, 4000, torch.zeros(3)).any()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("alpha", [1.0, 1.7])
 def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
     method = FederatedFloral(clusters=3, rank=2, alpha=alpha, center=True, router=Router(lr=0.7), **LOCAL)
@@ -213,7 +219,7 @@ def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
         np.testing.assert_allclose(p @ b / p.sum(), 0, atol=1e-10)
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["sgd", "adam"])
 def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
     optimizer: Any = SGD(lr=0.6, momentum=0.5)
@@ -253,7 +259,7 @@ def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -
 # -- limits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("base", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
 @pytest.mark.parametrize("precondition", [True, False])
 def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
@@ -278,6 +284,7 @@ def together(clients: list[int], cluster: int | None = None) -> Federation:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precondition", [True, False])
 def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> None:
     settings = {"rank": 2, "alpha": 1.3, "precondition": precondition, **LOCAL}
@@ -308,6 +315,7 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kinds", [("linear",), ("bias",)])
 def test_only_what_is_asked_for_is_adapted(kinds: tuple[Any, ...]) -> None:
     run = run_of(FederatedFloral(clusters=2, rank=1, kinds=kinds, **LOCAL), alike())
@@ -315,6 +323,7 @@ def test_only_what_is_asked_for_is_adapted(kinds: tuple[Any, ...]) -> None:
     assert set(run.state.server.model["adaptors"]) == {f"{n}.{suffix}" for n in NAMES}
 
 
+@pytest.mark.full
 def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> None:
     run = run_of(FederatedFloral(clusters=4, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), **SAMPLE)
     start = run.method.server_init(run.task).model["adaptors"]
@@ -350,6 +359,7 @@ def upload_of(run: Run, client: int) -> Any:
     return method.local_update(run.state_of(info), method.download(run.state.server, info), view)[1]
 
 
+@pytest.mark.full
 def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
     run = run_of(FederatedFloral(clusters=3, rank=2, **LOCAL), alike(), steps=1)
     up = upload_of(run, 1)
@@ -366,6 +376,7 @@ def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
     assert float(up.pi.sum()) == pytest.approx(1)
 
 
+@pytest.mark.full
 def test_known_routes_carry_one_adaptor_each_way() -> None:
     run = run_of(FederatedFloral(clusters=3, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), steps=1)
     for k, c in enumerate(KNOWN):
@@ -429,6 +440,7 @@ def separated(method: FederatedFloral, run: Run) -> Any:
     return dataclasses.replace(run.state.server, model=model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "router", [Router(lr=1.0, adapt=60), Router(lr=20.0, update="mfl")], ids=["gradient", "mfl"]
 )
@@ -448,6 +460,7 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     assert all(a == 1 for a in record.accuracy["personal"]["test"])
 
 
+@pytest.mark.full
 def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
     federation = opposed()
     run = Run(

@@ -76,6 +76,7 @@ def test_fedprox(mu: float, engine: type[Engine]) -> None:
     same(layers(run.state.server), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.3, 0.8)])
 def test_fml(alpha: float, beta: float, engine: type[Engine]) -> None:
     federation = unlike(deep_width=7)
@@ -89,7 +90,7 @@ def test_fml(alpha: float, beta: float, engine: type[Engine]) -> None:
 
 
 # at the first pair of energies weights travel both as factors and whole, at the second all travel whole
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("energies", [(0.6, 0.9), (1.0, 1.0)])
 def test_fedkd(energies: tuple[float, float], engine: type[Engine]) -> None:
     federation = unlike(deep_width=7)

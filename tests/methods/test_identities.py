@@ -64,6 +64,7 @@ def assert_bits(a: Any, b: Any) -> None:
 # -- limits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )
@@ -77,6 +78,7 @@ def test_fedprox_without_pull_is_fedavg_bit_for_bit(optimizer) -> None:
     assert not tree.equal(a.state.server, c.state.server)
 
 
+@pytest.mark.full
 def test_fml_with_labels_alone_is_standalone_beside_fedavg() -> None:
     run = run_of(FML(alpha=1.0, beta=1.0, meme="small", **LOCAL), unlike(**F32, deep_width=7), **SAMPLE)
     alone = run_of(Standalone(**LOCAL), unlike(**F32, deep_width=7), **SAMPLE)
@@ -89,6 +91,7 @@ def test_fml_with_labels_alone_is_standalone_beside_fedavg() -> None:
     assert_bits(run.state.server, averaged.state.server)
 
 
+@pytest.mark.full
 def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     federation = unlike(deep_width=7)
     method = FedKD(energy_start=1.0, energy_end=1.0, mentee="small", **LOCAL)
@@ -106,6 +109,7 @@ def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     assert sent == [3 * whole] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9), AdamW(lr=0.01)])
 def test_pfedlora_at_mu_one_trains_the_model_as_standalone_bit_for_bit(optimizer) -> None:
     settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
@@ -116,6 +120,7 @@ def test_pfedlora_at_mu_one_trains_the_model_as_standalone_bit_for_bit(optimizer
         assert_bits(a.state.clients[k], state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gamma_or_lam", ["fd", "fedproto"])
 def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> None:
     method = FD(gamma=0.0, **LOCAL) if gamma_or_lam == "fd" else FedProto(lam=0.0, **LOCAL)
@@ -254,7 +259,7 @@ def lone_upload(method: Any, run: Any, client: int) -> Any:
 
 # one method for each kind of pass: plain, proximal, two passes, a prox on spectra, masks, mixtures, factors,
 # distillation
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )

@@ -54,7 +54,7 @@ def dtypes(value: Any) -> set[torch.dtype]:
     return {t.dtype for _, t in tree.leaves(value)}
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "dtype", "wire"),
     [

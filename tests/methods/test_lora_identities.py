@@ -140,6 +140,7 @@ def test_fedit_of_one_client_is_training_alone() -> None:
     assert bool(module.body[0].lora_B.any())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
 def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     local = {**LOCAL, "optimizer": optimizer}
@@ -157,7 +158,7 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     assert len(moved) == 6
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("alpha", [0.75, 3.0, 12.0])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.05, momentum=0.5, weight_decay=0.01), AdamW(lr=0.01)])
 def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> None:
@@ -211,6 +212,7 @@ def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
         assert np.linalg.norm(update - 2 * run.state.server.factors[n].dense().numpy()) > 1e-3
 
 
+@pytest.mark.full
 def test_the_mean_of_ffa_is_the_mean_of_its_updates_and_that_of_fedit_is_not() -> None:
     gaps = {}
     for kind in (FFALoRA, FedIT):
@@ -233,6 +235,7 @@ def test_the_mean_of_ffa_is_the_mean_of_its_updates_and_that_of_fedit_is_not() -
     assert min(gaps[FedIT, n] for n in NAMES) > 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA])
 def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) -> None:
     ranks = UNEQUAL if kind is FLoRA else (3,) * 4
@@ -252,7 +255,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
 # -- scales --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
 def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
     held = add_lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)
@@ -302,6 +305,7 @@ def at_rest(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> flo
     return max(float((whole(run)[n] - before[n]).abs().max()) for n in NAMES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None:
     tuning = Tuning(rank=2, scaling="alpha", wire=wire)
@@ -313,6 +317,7 @@ def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None
     assert at_rest(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
 
 
+@pytest.mark.full
 @given(
     ranks=st.lists(st.integers(1, 9), min_size=4, max_size=4),
     who=st.sets(st.integers(0, 3), min_size=1),

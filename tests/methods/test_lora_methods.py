@@ -145,6 +145,7 @@ def test_fedsa_keeps_b(engine: type[Engine]) -> None:
     head_is(run, net, close(engine))
 
 
+@pytest.mark.few(1)
 def test_zero_padding(engine: type[Engine]) -> None:
     hetlora(HetLoRA(tuning=TUNING, **LOCAL), engine)
 
@@ -182,6 +183,7 @@ def hetlora(
     return left
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("penalty", [0.0, 0.6])
 def test_pruning_of_hetlora(penalty: float) -> None:
     ranks = (2, 3, 4, 8)
@@ -293,6 +295,7 @@ def test_components_that_w_does_not_fill_begin_at_random(kind: Any) -> None:
     updates_are(run, ws, net, s.ranks, 1e-9)
 
 
+@pytest.mark.few(1)
 def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
     run = go(FedHL(residual=True, form=DeltaForm("exact"), tuning=TUNING, **LOCAL), engine, RANKS)
     ws, net, _ = reference.fedhl(setting_of(run), residual=True)
@@ -306,7 +309,7 @@ def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
 # -- updates of the base -------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("keep", ["merged", "stacked"])
 def test_flora(keep: Any, engine: type[Engine]) -> None:
     if keep == "stacked" and engine is not Sequential:

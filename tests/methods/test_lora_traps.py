@@ -183,7 +183,7 @@ def test_a_client_of_full_rank_receives_w_itself(kind: Any) -> None:
         assert float((2 / 9 * sent[n].dense() - w).norm() / w.norm()) < 1e-14
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
 @pytest.mark.parametrize("keep", ["merged", "stacked"])
 def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) -> None:
@@ -207,7 +207,7 @@ def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) ->
     assert len(set(seen.values())) > 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [FedHL, FLoRA, FedExLoRA], ids=lambda k: k.title)
 def test_a_run_resumed_in_the_middle_ends_in_the_same_bits(kind: Any, tmp_path: Path) -> None:
     whole, half = (go(kind, n, rounds=4, participation=0.5) for n in (4, 2))
@@ -241,7 +241,7 @@ class Infinite(Spoiled):
     value = float("-inf")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [(FedIT, Infinite), *((kind, Spoiled) for kind in MIXED + SAME)],
@@ -358,6 +358,7 @@ def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:
         )
 
 
+@pytest.mark.full
 def test_the_servers_series_uses_a_clients_own_head() -> None:
     for kind in MIXED:
         run = go(kind, 2, ranks=(9,) * 4, tuning=Tuning(rank=9, head="personal"))
@@ -382,7 +383,7 @@ def test_bytes_on_the_wire(kind: Any, wire: Any, size: int) -> None:
     assert run.step().bytes_up == sum(tree.encoded_size(up) for up in ups)
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @every
 def test_a_lossy_wire_costs_accuracy_and_nothing_else(kind: Any) -> None:
     exact, lossy = (

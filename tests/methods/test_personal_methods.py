@@ -85,7 +85,7 @@ def test_per_fedavg_of_first_order(weights: str, engine: type[Engine]) -> None:
     assert all(s is None for s in states(run))
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("delta", [0.001, 0.1])
 def test_hessian_free_per_fedavg(delta: float, engine: type[Engine]) -> None:
     federation = alike()
@@ -196,6 +196,7 @@ def test_a_hessian_free_step_follows_the_gradient_through_the_inner_step() -> No
     assert max((step["first_order"][n] - g).abs().max() for n, g in exact.items()) > 1e-3
 
 
+@pytest.mark.full
 def test_per_fedavg_without_an_inner_step_is_sgd_on_every_second_example() -> None:
     federation = alike()
     runs = [
@@ -247,7 +248,7 @@ def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine
         same(found["global"](probe), reference.forward(net, probe.double().numpy())[1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [PerFedAvg, FedRep, FedPer, FedSpa])
 def test_no_model_depends_on_test_data(make) -> None:
     clean, poisoned = arrays(), arrays()
@@ -430,7 +431,7 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
         torch.testing.assert_close(u, down[n] - trained, rtol=0, atol=1e-15)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
 @pytest.mark.parametrize("engine_", [Sequential, Vectorized])
 def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_: type[Engine]) -> None:
@@ -489,6 +490,7 @@ def test_masked_values_and_new_masks_as_bits_are_all_that_crosses(prune: float) 
     assert all(v.ndim == 1 for v in (*down.values(), *up.update.values()))
 
 
+@pytest.mark.full
 def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     dense = run_of(FedSpa(density=1.0, **LOCAL), alike(), **SAMPLE)
     plain = run_of(FedAvg(weighting="uniform", **LOCAL), alike(), **SAMPLE)

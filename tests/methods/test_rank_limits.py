@@ -84,7 +84,7 @@ def models(result: Result) -> list[dict[str, Tensor]]:
     return [result.personal(k) for k in range(len(result.run.federation.infos))]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_rank_above_every_layer_is_the_largest_rank_bit_for_bit(engine: str) -> None:
     for name in (*LORA, *ADAPTORS):
@@ -143,6 +143,7 @@ def plain_loop(run: Any, scale: float, trained: str) -> dict[str, Tensor]:
     return {n.replace(".base_layer", ""): p.detach() for n, p in weights().items()}
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_narrow_layer_has_fewer_components_under_the_same_scale(wrapped: bool) -> None:
@@ -226,6 +227,7 @@ def test_the_server_multiplies_by_the_scale_of_the_rank_that_is_used(name: str) 
     assert Tuning(scaling="alpha", rank=900).scaling_of(lora_of(view.model)).at(5) == 1.0
 
 
+@pytest.mark.full
 @quiet
 def test_hetlora_is_fedit_where_ranks_are_equal_and_prunes_wide_layers_alone() -> None:
     het, fedit = (

@@ -120,6 +120,7 @@ def test_fedproto_sends_all_prototypes_down_and_its_own_up() -> None:
         assert record.parameters_up == sum(len(OWNED[k]) for k in record.participants) * WIDTH
 
 
+@pytest.mark.full
 def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     federation = unlike(deep_width=7)
     energies = (0.6, 0.9)
@@ -196,6 +197,7 @@ def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
         assert not torch.allclose(server["head.weight"], found[0][0]["head.weight"], atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_meme_does_not_learn_from_the_loss_of_the_private_model() -> None:
     found = [after_one_step(FML(alpha=a, beta=0.5, meme="small", **ONE_STEP)) for a in (0.0, 0.4, 1.0)]
     for server, clients in found[1:]:
@@ -319,7 +321,7 @@ def test_equal_matrices_have_equal_factors_whatever_signs_the_decomposition_pick
     assert truncate_svd(f, 2).rank == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", [Sequential, Wire])
 @pytest.mark.parametrize("lost", [0.0, 0.4])
 def test_a_client_that_missed_rounds_rebuilds_the_mentee_bit_for_bit(engine, lost: float) -> None:
@@ -345,6 +347,7 @@ def test_a_client_that_missed_rounds_rebuilds_the_mentee_bit_for_bit(engine, los
     assert whole
 
 
+@pytest.mark.full
 def test_the_share_of_energy_rises_linearly_to_the_last_round() -> None:
     seen = []
 
@@ -357,6 +360,7 @@ def test_the_share_of_energy_rises_linearly_to_the_last_round() -> None:
     assert seen == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
 
 
+@pytest.mark.full
 def test_fedkd_infers_with_the_mentor() -> None:
     federation = unlike(deep_width=7)
     run = run_of(FedKD(mentee="small", **LOCAL), federation)
@@ -386,7 +390,7 @@ def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
 
 
 # fedem infers by a mixture of several models, of which test_clusters.py speaks
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", sorted(set(KINDS) - {"fedem"}))
 def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: str) -> None:
     federation = (unlike if METHODS[name].heterogeneous else alike)()
@@ -406,6 +410,7 @@ def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: 
 # -- FD ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
     run = run_of(FD(optimizer=SGD(lr=0.1), batch_size=8), unlike(**F32), rounds=30, steps=0)
     losses = []
@@ -621,6 +626,7 @@ class Wet(Net):
         self.body.append(nn.Dropout(p))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "method", [FML(meme="wet", **LOCAL), FedKD(mentee="wet", **LOCAL)], ids=["FML", "FedKD"]
 )

@@ -98,7 +98,7 @@ METHODS_ON_ROWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS_ON_ROWS)
 def test_a_sparse_embedding_is_trained_as_a_dense_one(name: str) -> None:
     """The gradient's form says nothing of its value; ``micro_batch`` adds up several."""

@@ -175,7 +175,7 @@ def skewed(unequal_ranks: bool) -> Federation:
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_no_honest_reply_of_any_kind_of_method_is_refused(name: str) -> None:
     unequal = name in ("fedhl", "hetlora", "flexlora", "flora")
@@ -206,7 +206,7 @@ def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
     return on_orders(act)
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedproto", "fedhl"])
 @pytest.mark.parametrize("t", [1, 3])
 def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
@@ -226,6 +226,7 @@ def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
     assert account["refusals"] == [{"round": t, "client": 1, "reason": why}]
 
 
+@pytest.mark.full
 def test_the_bound_can_be_switched_off(tmp_path: Path) -> None:
     made = small("fedavg", 4, rounds=2, network={"limits": {"update_ratio": 0}})
     result = served(local(made, tmp_path, poisoned(1e4, {1})), made, tmp_path / "run")
@@ -309,6 +310,7 @@ def test_more_examples_than_promised_are_turned_away(
         served(local(wrong, tmp_path / "wrong"), wrong, tmp_path / "wrong" / "run")
 
 
+@pytest.mark.full
 def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
     made = small("scaffold", partition={"kind": "dirichlet", "alpha": 0.5, "clients": 3})
     carrier, result = ran(made, tmp_path)
@@ -329,6 +331,7 @@ def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
 # -- backoff
 
 
+@pytest.mark.full
 def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None:
     made = small("scaffold", rounds=12, network={"deadline": 100.0})
 
@@ -438,6 +441,7 @@ def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
     assert Account.read(out).branch == 0
 
 
+@pytest.mark.full
 def test_a_damaged_account_is_noticed(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1)
     ran(made, tmp_path)

@@ -193,6 +193,7 @@ def job(run: Run, client: int) -> Any:
     return ClientJob(run.state_of(info), run.method.download(run.state.server, info), info)
 
 
+@pytest.mark.full
 def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are_not_answered(
     run: Run, folder: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_training_that_diverges_is_reported_and_keeps_the_state(run: Run, folder
     assert header.problem == ""
 
 
+@pytest.mark.full
 def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Path) -> None:
     runtime, now = ClientRuntime(folder), order(run, round=1, stamp=1)
     runtime.answer(order(run), download(run))
@@ -375,6 +377,7 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
         own_share(made, 0, 3, files[0], files[1])
 
 
+@pytest.mark.full
 def test_a_client_with_other_columns_is_not_admitted(
     own: tuple[ExperimentConfig, list[Path]], tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     assert logged(caplog, "replies") == 4
 
 
+@pytest.mark.full
 def test_clients_keep_the_states_of_their_optimizers_on_their_own_disks(tmp_path: Path) -> None:
     optimizer = {"kind": "adamw", "keep": True}
     made = small("fedavg", 4, run={"participation": 0.5, "rounds": 4}, defaults={"optimizer": optimizer})
@@ -87,6 +88,7 @@ def test_clients_keep_the_states_of_their_optimizers_on_their_own_disks(tmp_path
     assert result.rounds[2].lost.keys() == {"0"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", ["size", "loss"])
 def test_clients_are_drawn_by_the_sizes_and_losses_that_they_report(sampling: str, tmp_path: Path) -> None:
     made = small("fedavg", 4, run={"participation": 0.5, "rounds": 4, "sampling": sampling})
@@ -94,6 +96,7 @@ def test_clients_are_drawn_by_the_sizes_and_losses_that_they_report(sampling: st
     assert agrees(result, carrier, made) == set()
 
 
+@pytest.mark.full
 def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
     made = small("ditto", run={"participation": 0.67})
     carrier, result = ran(made, tmp_path)
@@ -110,6 +113,7 @@ def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: 
     same_states(result, carrier, run)
 
 
+@pytest.mark.full
 def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("feddyn", run={"engine": "sequential"})
     _, result = ran(made, tmp_path)
@@ -137,6 +141,7 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     assert account["settings"]["min_replies"] == 1
 
 
+@pytest.mark.full
 def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
     made = small("scaffold", run={"evaluate_every": 99})
     carrier, result = ran(made, tmp_path)
@@ -151,6 +156,7 @@ def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
     assert engine.bytes_sent["header"] > sum(len(p.header) for p in carrier.log if p.kind == "order")
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
     carrier = local(made, tmp_path, lossy({2: {1}}))
@@ -195,6 +201,7 @@ def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: 
     assert agrees(served(carrier, made, tmp_path / "run", resume=True), carrier, made) == set()
 
 
+@pytest.mark.full
 def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 3, "attempts": 1})
     carrier = local(made, tmp_path, lossy({2: {1}}))
@@ -212,6 +219,7 @@ def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -
     assert not rejections.orders()
 
 
+@pytest.mark.full
 def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1)
     carrier = local(made, tmp_path)
@@ -320,6 +328,7 @@ def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again
     assert carrier.clock.now == pytest.approx(5 * 30, abs=10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("needed", [3, 2])
 def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
     needed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -344,6 +353,7 @@ def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
     assert carrier.clock.now == pytest.approx((200 if needed == 3 else 0) + 6 * 80, abs=10)
 
 
+@pytest.mark.full
 def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,6 +380,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
     assert agrees(result, carrier, made) == missed(result)
 
 
+@pytest.mark.full
 def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, other = small("scaffold"), small("scaffold", run={"seed": 3})
     carrier = local(made, tmp_path)
@@ -383,6 +394,7 @@ def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pyte
     assert logged(caplog, "section(s) run differ") == 1
 
 
+@pytest.mark.full
 def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_clients": 1})
     carrier, result = ran(made, tmp_path, keys={100: 0, 101: 2, 102: 1})

@@ -16,6 +16,7 @@ from .local import local, ran, served, small
 STILL = {"optimizer": {"kind": "sgd", "lr": 1e-9}}
 
 
+@pytest.mark.full
 def test_it_stops_one_round_later_and_resumes_likewise(tmp_path: Path) -> None:
     run = {"patience": 2, "rounds": 9, "representations": 0, "evaluate_every": 1}
     made = small("fedavg", run=run, defaults=STILL)

@@ -67,7 +67,7 @@ def never(carrier: LocalTransport, message: NodeMessage) -> Any:
 # -- one reply that does not come
 
 
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("act", [nothing, worked_and_lost, twice, never])
 def test_a_reply_that_is_lost_or_comes_twice(
@@ -82,6 +82,7 @@ def test_a_reply_that_is_lost_or_comes_twice(
     assert carrier.clock.now == (pytest.approx(3600, abs=2) if act is never else 0)
 
 
+@pytest.mark.full
 def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     """With half-written files left behind; its next process must find its way."""
     made = small("scaffold", 2, 2)
@@ -109,6 +110,7 @@ def perilous(carrier: LocalTransport, message: NodeMessage, hazard: Hazard) -> A
 # -- late replies and slow clients
 
 
+@pytest.mark.full
 def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
     kept: list[Response] = []
@@ -126,6 +128,7 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
     assert "it answers (1, " in result.rounds[3].lost["1"]
 
 
+@pytest.mark.full
 def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     made = small("feddyn", network={"deadline": 60.0, "min_replies": 2})
 
@@ -141,6 +144,7 @@ def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert carrier.clock.now == pytest.approx(20 + 60 + 20, abs=4)
 
 
+@pytest.mark.full
 def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,6 +170,7 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     assert logged(caplog, "2 good replies, 3 are needed: no reply of client 2: it was lost") == 2
 
 
+@pytest.mark.full
 def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_resumed(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 2, "attempts": 2, "wait": 50.0})
 
@@ -218,6 +223,7 @@ def test_a_client_that_joins_between_two_attempts_does_not_change_the_round(tmp_
     assert agrees(result, carrier, made) == {(0, 1), (1, 1)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["scaffold", "fedhl"])
 def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
     made = small(method, rounds=4, network={"min_clients": 2})
@@ -260,7 +266,7 @@ def forgetting(client: int, t: int) -> Fault:
     return in_round(t, client, act)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("needed", [1, 3])
 def test_a_client_that_lost_its_folder_starts_again(
@@ -281,6 +287,7 @@ def test_a_client_that_lost_its_folder_starts_again(
     assert logged(caplog, "client 1 has lost its state, and starts again") == 1
 
 
+@pytest.mark.full
 def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> None:
     """A copy of before is no state to build on either, and must not keep the client out for ever."""
     made = small("scaffold", rounds=5, network={"forgotten": "begin"})

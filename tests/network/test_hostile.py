@@ -120,7 +120,7 @@ BODIES: dict[str, tuple[Lie, str]] = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("lie", [*WORDS, *BODIES])
 def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
     change, text = {**WORDS, **BODIES}[lie]
@@ -132,7 +132,7 @@ def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
     assert counts == {1: 1}
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("lie", ["a loss that is NaN", "no series", "a NaN", "large"])
 def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_path: Path) -> None:
     change, _ = {**WORDS, **BODIES}[lie]
@@ -155,6 +155,7 @@ DIVERGED: dict[str, Lie] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", [*DIVERGED, "nothing", "steps"])
 def test_a_client_whose_numbers_are_not_finite_is_named_once(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -172,6 +173,7 @@ def test_a_client_whose_numbers_are_not_finite_is_named_once(
     assert [text.startswith("client 1 (") for text in named] == [True] * (what in DIVERGED)
 
 
+@pytest.mark.full
 def test_keys_in_another_order_change_nothing(tmp_path: Path) -> None:
     made = small("fedavg")
     backwards = upload(lambda u: dict(reversed(u.items())))
@@ -181,6 +183,7 @@ def test_keys_in_another_order_change_nothing(tmp_path: Path) -> None:
     assert agrees(result, carrier, made) == set()
 
 
+@pytest.mark.full
 def test_a_problem_is_told_in_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = small("scaffold")
     problem = "\x1b[2J\n12:00:00 finished\n" * 99
@@ -213,6 +216,7 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
         assert result.rounds[2].routes is not None
 
 
+@pytest.mark.full
 def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, run={"evaluate_every": 4})
     found = ClientEvaluation(half("personal"), half("personal"), {"personal": 3})
@@ -232,6 +236,7 @@ def liar(carrier: LocalTransport, message: NodeMessage, t: int, client: int) -> 
     return [changed(found, payload=b"lies") if client == 1 and found.payload else found]
 
 
+@pytest.mark.full
 def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,6 +406,7 @@ def test_what_is_honest_is_taken() -> None:
     assert judged(kept[101][1].header, kept[101][1].payload) == ("", {})
 
 
+@pytest.mark.full
 @fuzz(60)
 @given(st.text(max_size=40), st.binary(max_size=60))
 def test_any_header_and_any_payload(header: str, payload: bytes) -> None:
@@ -409,6 +415,7 @@ def test_any_header_and_any_payload(header: str, payload: bytes) -> None:
     assert judged(kept[101][1].header, payload)[0]
 
 
+@pytest.mark.full
 @fuzz(60)
 @given(st.sampled_from([f.name for f in dataclasses.fields(Answer)]), values)
 def test_an_answer_with_any_field(name: str, value: Any) -> None:
@@ -436,6 +443,7 @@ def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> No
     judged(json.dumps(header), kept[101][1].payload)
 
 
+@pytest.mark.full
 @fuzz(60)
 @given(st.floats(width=32), st.sampled_from(["model", "control"]))
 def test_an_upload_of_any_number(number: float, where: str) -> None:

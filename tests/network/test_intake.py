@@ -75,6 +75,7 @@ def received(link: SuperLink, most: int) -> Response:
     return found
 
 
+@pytest.mark.full
 def test_a_reply_within_its_limit_is_read() -> None:
     # of which Flower sends each different piece once
     for payload in (random.Random(0).randbytes(12 << 20), bytes(12 << 20), b""):
@@ -109,6 +110,7 @@ def test_a_reply_of_too_many_bytes_is_not_read_to_its_end() -> None:
     assert link.fetched < 60 << 20
 
 
+@pytest.mark.full
 def test_a_piece_that_is_repeated_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     link = SuperLink("words", bytes(100 << 20))
     # it crosses as one piece of 5 MiB

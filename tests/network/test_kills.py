@@ -159,6 +159,7 @@ def test_deaths_and_full_disks_on_both_sides(
         assert agrees(result, carrier, made) <= missed(result) | {(3, node - 100) for node in clients}
 
 
+@pytest.mark.full
 def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> None:
     made = small("scaffold")
     carrier = local(made, tmp_path)
@@ -179,6 +180,7 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     assert agrees(result, carrier, made) == set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["sent", f"{METRICS} renamed", "000002.checkpoint not renamed"])
 def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, tmp_path: Path) -> None:
     made = small("feddyn")
@@ -203,6 +205,7 @@ def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, 
     assert lost(result) == [set()] * 3
 
 
+@pytest.mark.full
 def test_a_full_disk_at_the_server_stops_the_run_which_then_goes_on(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
     carrier = local(made, tmp_path / "whole", watched(tmp_path / "whole" / "run", set(), set()))

@@ -146,6 +146,7 @@ def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
             act()
 
 
+@pytest.mark.full
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     keep(ClientMemory(tmp_path), 1, 1)
     path = tmp_path / "000001.tree"

@@ -16,6 +16,7 @@ from .local import agrees, changed, headline, in_round, local, lost, ran, served
 METRICS = ["macro_f1", "ece"]
 
 
+@pytest.mark.full
 def test_they_are_those_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("scaffold", run={"metrics": METRICS})
     carrier, result = ran(made, tmp_path)
@@ -29,7 +30,7 @@ def table(value: Any, names: list[str] = METRICS, **splits: Any) -> dict[str, An
     return {name: {"personal": {"val": value, "test": value, **splits}} for name in names}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("found", "is_refused"),
     [

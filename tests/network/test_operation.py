@@ -191,6 +191,7 @@ def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert RunFolder.has_begun(tmp_path / "runs" / "one")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "place", ["file", "override", "run.json", "status.json", METRICS, "000001.checkpoint"]
 )

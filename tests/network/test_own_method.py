@@ -26,6 +26,7 @@ class Damped(FedAvg):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", [False, True])
 def test_a_class_is_named_in_the_file(variant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = f"own_damped_{variant}".lower()
@@ -48,6 +49,7 @@ def net(shape, classes):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("statistics", ["local", "averaged"])
 def test_a_model_with_batch_normalization(
     statistics: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +82,7 @@ def tempered(scores, targets):
 """
 
 
+@pytest.mark.full
 def test_a_loss_is_named_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_tempered.py").write_text(LOSS)
     monkeypatch.syspath_prepend(str(tmp_path))

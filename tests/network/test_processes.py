@@ -57,6 +57,7 @@ class Script(FlowerProcess):
 # settings and apps
 
 
+@pytest.mark.full
 @fuzz(200)
 @given(
     st.dictionaries(

@@ -27,7 +27,7 @@ def vector(value: Any) -> np.ndarray:
     return np.concatenate([t.double().numpy().ravel() for t in tree.tensors(value)])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["fedavg", "pfedlora", "fedhl", "fedslr"])
 def test_compressed_runs_are_the_sequential_ones_bit_for_bit(method: str, tmp_path: Path) -> None:
     made = small(
@@ -37,6 +37,7 @@ def test_compressed_runs_are_the_sequential_ones_bit_for_bit(method: str, tmp_pa
     assert agrees(result, carrier, made) == set()
 
 
+@pytest.mark.full
 def test_what_compression_lost_survives_a_lost_reply(tmp_path: Path) -> None:
     """A client whose reply was lost builds on the state of before: its residual is the acknowledged one."""
     made = small("fedavg", rounds=4, run={"compression": {"uplink": "top_k:0.2"}})
@@ -45,6 +46,7 @@ def test_what_compression_lost_survives_a_lost_reply(tmp_path: Path) -> None:
     agrees(result, carrier, made)
 
 
+@pytest.mark.full
 def test_a_robust_rule_holds_over_a_network(tmp_path: Path) -> None:
     for rule in ("median", "multi_krum", "norm_bound"):
         made = small("fedavg", 5, rounds=2, run={"robust": {"rule": rule}})
@@ -52,6 +54,7 @@ def test_a_robust_rule_holds_over_a_network(tmp_path: Path) -> None:
         assert agrees(result, carrier, made) == set()
 
 
+@pytest.mark.full
 def test_private_clients_send_neither_sizes_nor_losses_nor_evaluations(tmp_path: Path) -> None:
     made = small("fedavg", rounds=2, run=PRIVATE)
     answers: list[Answer] = []
@@ -79,6 +82,7 @@ def _runtime(folder: Path) -> Any:
     return ClientRuntime(folder)
 
 
+@pytest.mark.full
 def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path: Path) -> None:
     """A far reply is clipped and not refused: a refusal by the norms of others would tell of them."""
     quiet = {**PRIVATE, "privacy": {**PRIVATE["privacy"], "noise": 1e-6}}
@@ -97,6 +101,7 @@ def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path:
     assert 0.01 < np.linalg.norm(vector(result.run.state.server) - start) <= 0.1 + 1e-4
 
 
+@pytest.mark.full
 def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
     """Two runs of one experiment differ, by about the noise that the settings say."""
     made = small("fedavg", rounds=1, run=PRIVATE)
@@ -107,6 +112,7 @@ def test_noise_over_a_network_is_not_that_of_a_seed(tmp_path: Path) -> None:
         assert np.std(a - b) == pytest.approx(deviation, rel=0.3)
 
 
+@pytest.mark.full
 def test_who_takes_part_is_not_foreseen_by_a_seed(tmp_path: Path) -> None:
     """Of eight clients, one draw in 256 would be the seed's in each of four rounds."""
     made = small("fedavg", 8, rounds=4, run={**PRIVATE, "sampling": "poisson", "participation": 0.5})
@@ -139,6 +145,7 @@ def test_every_client_keeps_its_own_ledger_and_stops_when_its_budget_is_spent(tm
     assert "privacy budget" in answer.problem
 
 
+@pytest.mark.full
 def test_noise_without_a_budget_is_never_refused(tmp_path: Path) -> None:
     made = small("fedavg", rounds=2, run={**LOCAL, "participation": 1.0})
     carrier, result = ran(made, tmp_path)
@@ -154,6 +161,7 @@ def test_noise_without_a_budget_is_never_refused(tmp_path: Path) -> None:
     assert "privacy.jsonl lacks round 3" in answer.problem
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [PRIVATE, LOCAL])
 def test_the_rounds_of_a_network_are_agreed_on_before_the_first(kind: dict[str, Any], tmp_path: Path) -> None:
     made, more = (small("fedavg", rounds=rounds, run=kind) for rounds in (1, 3))
@@ -164,6 +172,7 @@ def test_the_rounds_of_a_network_are_agreed_on_before_the_first(kind: dict[str, 
         local(more, tmp_path)
 
 
+@pytest.mark.full
 def test_an_order_that_is_sent_again_gets_the_same_bytes_and_is_charged_once(tmp_path: Path) -> None:
     made = small("fedavg", rounds=1, run=LOCAL)
     seen: list[bytes] = []

@@ -297,6 +297,7 @@ def settled() -> ClientRegistry:
     return found
 
 
+@pytest.mark.full
 @fuzz(100)
 @given(st.sampled_from([100, 101]), st.text(max_size=30), st.binary(max_size=60))
 def test_any_header_and_payload(node: int, header: str, payload: bytes) -> None:
@@ -304,6 +305,7 @@ def test_any_header_and_payload(node: int, header: str, payload: bytes) -> None:
     tried(settled(), from_(node, registration(1), payload))
 
 
+@pytest.mark.full
 @fuzz(100)
 @example("base", "a\n" * 1000)
 @example("examples", 10**4000)
@@ -315,6 +317,7 @@ def test_any_field(name: str, value: Any) -> None:
         tried(found, from_(101, json.dumps({**dataclasses.asdict(registration(1)), name: value})))
 
 
+@pytest.mark.full
 @fuzz(100)
 @given(st.sampled_from(["x", "y", "classes", ""]), trees)
 def test_any_form(name: str, value: Any) -> None:

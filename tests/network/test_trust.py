@@ -102,7 +102,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 # -- no honest reply is refused
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_default_settings(name: str) -> None:
     method = made(name)
@@ -110,7 +110,7 @@ def test_every_method_with_its_default_settings(name: str) -> None:
     assert len(found.uploads) == 12
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_models_in_float64_with_adamw(name: str) -> None:
     optimizer: Any = (
@@ -131,7 +131,7 @@ def trains_factors(name: str) -> bool:
     return "tuning" in {f.name for f in dataclasses.fields(METHODS[name])}
 
 
-@pytest.mark.few(8)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "head", "wire"),
     [
@@ -150,6 +150,7 @@ def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any)
     assert seen == ({0} if name == "fedsa_lora" else set(ranks))
 
 
+@pytest.mark.full
 def test_a_client_may_prune_its_rank_and_only_as_declared() -> None:
     federation = Federation.from_arrays(arrays(), lambda: Net(9, 10), classes=4, rank=(2, 5, 7, 9))
     for wire in WIRES:
@@ -195,7 +196,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.full
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_that_change_what_is_sent(case: str) -> None:
     name, settings = SETTINGS[case]
@@ -212,6 +213,7 @@ def test_settings_that_change_what_is_sent(case: str) -> None:
         assert any(isinstance(w, Sparse) for down in found.downs for w in down.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("energy", [0.3, 0.8, 1.0])
 def test_weights_travel_whole_or_as_factors_of_any_rank(energy: float) -> None:
     method = made("fedkd", **FAST, energy_start=energy, energy_end=max(0.99, energy))
@@ -226,6 +228,7 @@ def test_weights_travel_whole_or_as_factors_of_any_rank(energy: float) -> None:
         assert len(ranks) > 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fd", "fedproto"])
 def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
     found = go(made(name, **FAST), unlike())
@@ -290,7 +293,7 @@ def texts() -> Federation:
     return Federation(data, infos, {"m": Architecture("m", Header(), example)}, ())
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("data", [regression, images, texts])
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:

@@ -25,7 +25,7 @@ from .trust_cases import CASES, at, judged, outline, paths, put, situation
 names = st.sampled_from(sorted(CASES))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_honest_passes(name: str) -> None:
     s = situation(name)
@@ -34,6 +34,7 @@ def test_what_is_honest_passes(name: str) -> None:
     assert not s.sent(s.upload)[1]
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(names, st.data())
 def test_bytes_cut_short_or_with_more_behind(name: str, data: st.DataObject) -> None:
@@ -42,6 +43,7 @@ def test_bytes_cut_short_or_with_more_behind(name: str, data: st.DataObject) -> 
     assert judged(name, whole + data.draw(st.binary(min_size=1, max_size=20))) is None
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(
     names,
@@ -56,6 +58,7 @@ def test_flipped_bits(name: str, flips: list[tuple[float, int]], in_header: bool
     judged(name, bytes(data))
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(st.binary(max_size=300))
 @example(b"")
@@ -67,6 +70,7 @@ def test_bytes_of_something_else(data: bytes) -> None:
     assert judged("fedavg", data) is None
 
 
+@pytest.mark.full
 def test_another_method_s_upload_is_refused() -> None:
     for name in CASES:
         for other in CASES:
@@ -112,6 +116,7 @@ TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(names, st.sampled_from(sorted(OTHERS)), st.data())
 def test_another_node(name: str, what: str, data: st.DataObject) -> None:
@@ -122,6 +127,7 @@ def test_another_node(name: str, what: str, data: st.DataObject) -> None:
         assert judged(name, tree.encode(changed)) is None
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(names, st.sampled_from(sorted(TENSORS)), st.data())
 def test_another_tensor(name: str, what: str, data: st.DataObject) -> None:
@@ -133,6 +139,7 @@ def test_another_tensor(name: str, what: str, data: st.DataObject) -> None:
         assert judged(name, tree.encode(put(upload, path, after))) is None
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(names, st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
 def test_a_number_that_is_none(name: str, what: float, data: st.DataObject) -> None:
@@ -148,6 +155,7 @@ def test_a_number_that_is_none(name: str, what: float, data: st.DataObject) -> N
     assert judged(name, tree.encode(put(upload, path, changed))) is None
 
 
+@pytest.mark.full
 @fuzz(150)
 @given(names, st.data())
 def test_keys_that_are_missing_or_too_many_or_in_another_order(name: str, data: st.DataObject) -> None:

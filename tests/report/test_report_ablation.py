@@ -34,6 +34,7 @@ def varied(make_run, name="r", clusters=(16, 4, 8), ranks=(0.01, 0.1), seeds=1, 
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_two_fields_by_methods(make_run):
     (table,) = sweep_tables(group_runs(varied(make_run)))
     assert table.title == "Accuracy / % against clusters, rank"
@@ -81,11 +82,13 @@ def test_holes_words_and_losses(make_run):
     assert "lower is better" in table.note
 
 
+@pytest.mark.full
 def test_none_where_nothing_is_varied(make_run):
     assert sweep_tables(group_runs([make_run("a"), make_run("b")])) == []
     assert sweep_tables(group_runs([make_run("a", vary={"x.k": 1}), make_run("b", vary={"x.k": 1})])) == []
 
 
+@pytest.mark.full
 def test_different_sweeps_have_tables_of_their_own(make_run):
     runs = [make_run("a", vary={"x.k": k}) for k in (1, 2)] + [make_run("a", vary={"x.l": k}) for k in (1, 2)]
     assert [table.fields for table in sweep_tables(group_runs(runs))] == [("k",), ("l",)]
@@ -101,6 +104,7 @@ def test_fields_are_told_apart():
     assert shorten_names(["k"]) == ("k",)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_is_in_everything_that_is_written(make_run, tmp_path):
     runs = varied(make_run)
@@ -116,6 +120,7 @@ def test_is_in_everything_that_is_written(make_run, tmp_path):
     assert page.count('class="scroll ablation"') == 3  # the one of both experiments, and each one's own
 
 
+@pytest.mark.full
 def test_best_setting_of_one_method(make_run):
     """The settings of one method are compared with the best of them, paired by seed."""
 

@@ -101,6 +101,7 @@ class TestByRank:
         )
         assert "mean over up to 2 seeds" in table.note
 
+    @pytest.mark.full
     def test_a_table_for_each_setting_and_experiment(self, make_run):
         runs = [
             make_run("a", rounds=rounds_of([[v, 0.2]]), clients=people(big, 1), vary={"lora.r": big}, name=name)
@@ -126,6 +127,7 @@ class TestByRank:
         assert "lower is better" in table.note
         assert low_rank.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
 
+    @pytest.mark.full
     @pytest.mark.usefixtures("words_only")
     def test_is_shown_wherever_results_are_read(self, make_run, tmp_path):
         run = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
@@ -158,6 +160,7 @@ class TestRankFigure:
         assert "a, personal: rank 8 90.00 %, rank 2 45.00 %; a, server: rank 8 50.00 %" in picture.alt
         assert "bars of the 95 % interval" in picture.caption
 
+    @pytest.mark.full
     @settings(deadline=None)
     @given(st.lists(st.integers(1, 4096), min_size=2, max_size=60, unique=True))
     def test_labels_of_ranks_do_not_collide(self, ranks):
@@ -325,6 +328,7 @@ class TestLanguage:
         assert shown["loss per token"] == [f"{math.log(4):.3f}", "1.000e+04"]
         assert (table.blocks["accuracy"].title, b["perplexity"]) == ("Next-token accuracy", math.inf)
 
+    @pytest.mark.full
     def test_words_everywhere(self, make_run, tmp_path):
         shared = {"clients": people(8, 8, 2, 1), **LANGUAGE}
         rows = [texts_of([[3.0, 2.9, 2.8, 2.7], [v, v, 2.5, 2.6]]) for v in (2.0, 1.9)]
@@ -368,6 +372,7 @@ OURS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_order_among_all_figures(make_run):
     each = [{"energy": {"w": 1.0 + t}, "discarded": {"w": t / 10}} for t in range(3)]
     for t in (1, 2):

@@ -34,6 +34,7 @@ def runs(make_run):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("figure", [figures.plot_accuracy, figures.plot_communication])
 def test_bands_of_accuracies_are_whole(runs, figure):
     assert np.mean(SPREADS[0]) + half_width(SPREADS[0]) > 1
@@ -49,6 +50,7 @@ def test_bands_of_accuracies_are_whole(runs, figure):
     assert min(least for least, _ in bands) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("lasts", "scale"), [((0.5, 0.6, 1.9), "linear"), ((1e-4, 1e-4, 9e-4), "log")])
 def test_bands_of_losses_are_whole_or_the_caption_says_where_they_end(make_run, lasts, scale):
     runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
@@ -94,6 +96,7 @@ def test_bands_of_the_cluster_recovery_are_whole(make_run):
     assert axes.get_ylim()[0] < -0.5
 
 
+@pytest.mark.full
 def test_bands_of_other_figures_are_whole(make_run):
     rows = []
     for s in (0, 1, 2):

@@ -26,6 +26,7 @@ def eight(make_run):
     return both([make_run(f"method {i}", s) for i in range(8) for s in (0, 1)])
 
 
+@pytest.mark.full
 def test_one_curve_and_one_band_a_method(eight):
     picture = figures.plot_accuracy(*eight)
     axes = picture.figure.axes[0]
@@ -85,6 +86,7 @@ def test_bytes_axis_is_logarithmic_only_where_methods_differ(make_run):
     assert draw(figures.plot_communication, make_run("d", rounds=silent)) is None
 
 
+@pytest.mark.full
 def test_boxes_mark_the_mean_with_a_plus(eight):
     picture = figures.plot_clients(*eight)
     axes = picture.figure.axes[0]
@@ -94,6 +96,7 @@ def test_boxes_mark_the_mean_with_a_plus(eight):
     assert marks[0].get_xdata()[0] == pytest.approx(100 * np.mean(pooled))
 
 
+@pytest.mark.full
 def test_trade_off_has_a_marker_a_method(eight):
     lines = figures.plot_trade_off(*eight).figure.axes[0].lines
     assert [line.get_xdata()[0] for line in lines] == [20 * 3_000_000] * 8
@@ -101,6 +104,7 @@ def test_trade_off_has_a_marker_a_method(eight):
     assert {round(float(line.get_ydata()[0]), 6) for line in lines} == finals
 
 
+@pytest.mark.full
 def test_sweep_has_a_line_a_method(make_run):
     runs = [make_run(m, s, vary={"method.k": k}) for m in "abc" for k in (2, 4, 8) for s in (0, 1)]
     groups, looks = both(runs)
@@ -133,6 +137,7 @@ def test_styles_are_distinct():
     assert len({(look.color, look.dash) for look in looks.values()}) == len(LIGHT) * len(DASHES) == 32
 
 
+@pytest.mark.full
 def test_representations(make_run):
     groups, _ = both([make_run("a", points=cloud(60)), make_run("b"), make_run("c", points=cloud(80))])
     key, *panels = data_figures.plot_embeddings(groups)
@@ -169,6 +174,7 @@ def test_class_counts(make_run):
     )
 
 
+@pytest.mark.full
 def test_svg_ids_are_its_own_and_references_hold(eight):
     picture = figures.plot_clients(*eight)
     first, second = to_svg(picture.figure, "one"), to_svg(picture.figure, "two")
@@ -182,6 +188,7 @@ def test_svg_ids_are_its_own_and_references_hold(eight):
     assert to_svg(picture.figure, "one") == first
 
 
+@pytest.mark.full
 def test_svg_follows_the_page(eight):
     text = to_svg(figures.plot_accuracy(*eight).figure, "x")
     assert "currentColor" in text
@@ -189,6 +196,7 @@ def test_svg_follows_the_page(eight):
     assert not re.search(r"#0a00|#0b|#010203|<style|<metadata|<\?xml", text)
 
 
+@pytest.mark.full
 @given(st.text(min_size=1, max_size=30))
 def test_any_name_makes_sound_svg(name):
     with drawing():
@@ -197,6 +205,7 @@ def test_any_name_makes_sound_svg(name):
     ET.fromstring(to_svg(figure, "n"))
 
 
+@pytest.mark.full
 def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
     runs = [make_run(method, seed=seed) for method in ("a", "b") for seed in (0, 1)]
     first = save_figures(runs, tmp_path / "one", ["svg", "png"])

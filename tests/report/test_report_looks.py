@@ -14,6 +14,7 @@ from fedlowrank.report.groups import group_runs
 CSS = files("fedlowrank.report").joinpath("page.css").read_text()
 
 
+@pytest.mark.full
 def test_looks_do_not_depend_on_the_order_of_the_runs(make_run):
     runs = [
         make_run(name, s)

@@ -51,6 +51,7 @@ def regressions(make_run, *last, seeds=2, name="linear"):
 
 
 class TestBesideAccuracy:
+    @pytest.mark.full
     def test_column_is_the_mean_over_clients_and_seeds(self, make_run):
         rows = [
             with_risk(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)
@@ -64,6 +65,7 @@ class TestBesideAccuracy:
         assert "loss" not in table.blocks
         assert "test loss" not in titles_of(comparison([make_run("old")]))
 
+    @pytest.mark.full
     def test_figure_has_the_headlines_alone(self, make_run):
         rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
         for row in rows:
@@ -114,6 +116,7 @@ class TestInsteadOfAccuracy:
         assert run.costs_to(0.5) is None
         assert RunStatistics(make_run("a")).measure == ACCURACY
 
+    @pytest.mark.full
     @pytest.mark.usefixtures("words_only")
     def test_table(self, make_run, tmp_path):
         runs = regressions(make_run, 1.0, 0.0001)
@@ -133,6 +136,7 @@ class TestInsteadOfAccuracy:
         read = list(csv.DictReader(io.StringIO(to_csv(table))))
         assert float(read[0]["loss_last"]) == rows_of(table)[0]["loss_last"]
 
+    @pytest.mark.full
     def test_further_series(self, make_run):
         rows = regression_of([[3.0, 2.0], [0.5, 0.7]])
         for row in rows:
@@ -154,6 +158,7 @@ class TestInsteadOfAccuracy:
         assert RunStatistics(make_run(rounds=rows)).status == "no finite test loss after round 0"
         assert RunStatistics(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
 
+    @pytest.mark.full
     def test_lower_leads(self, make_run):
         runs = [
             make_run(name, s, rounds=regression_of([[2.0], [value + s * step]]))
@@ -167,6 +172,7 @@ class TestInsteadOfAccuracy:
         level = regressions(make_run, 0.5, 0.5, seeds=1)
         assert findings_of(level)[0].startswith("m0 and m1 reach the lowest mean test loss, ")
 
+    @pytest.mark.full
     def test_sweep_counts_who_is_lower(self, make_run):
         runs = [
             make_run(m, s, vary={"methods.a.k": k}, rounds=regression_of([[1.0], [value * k + s / 100]]))
@@ -180,6 +186,7 @@ class TestInsteadOfAccuracy:
         first = picture.figure.axes[0].containers[0].lines[0]
         assert first.get_ydata().tolist() == pytest.approx([0.11, 0.21])
 
+    @pytest.mark.full
     def test_figures(self, make_run):
         runs = [
             make_run(m, s, rounds=regression_of([[3.0] * 20, [(1 + s) * low * (1 + i) for i in range(20)]]))
@@ -219,6 +226,7 @@ class TestUnseen:
         rows = with_risk(rows, [[4, 4, 4, 4], [1, 3, 2, 5]], regression=regression)
         return [make_run("a", rounds=rows, clients=people), make_run("b", rounds=rows)]
 
+    @pytest.mark.full
     def test_headline_is_of_the_others(self, make_run):
         run, everyone = self.runs(make_run)
         got = main_of(run)
@@ -233,6 +241,7 @@ class TestUnseen:
         later = make_run("b", rounds=rounds_of([[0.1], [0.5], [0.9]]))
         assert target_of([run, later]).value == 0.7
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("regression", "block", "cell"), [(False, "accuracy", "30.00 ± 10.00"), (True, "loss", "4.0 ± 1.0")]
     )
@@ -256,6 +265,7 @@ class TestUnseen:
             assert unseen.get_linewidth() < head.get_linewidth()
             assert "clients that never train" in picture.caption
 
+    @pytest.mark.full
     def test_no_figure_of_clients_counts_them(self, make_run):
         people = in_clusters([None] * 24, unseen=[20, 21, 22, 23])
         runs = [

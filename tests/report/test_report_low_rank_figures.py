@@ -18,6 +18,7 @@ def ranked(*ranks):
 
 
 class TestFurtherSeries:
+    @pytest.mark.full
     def test_thin_line_in_the_methods_color_with_another_dash(self, make_run):
         runs = [
             make_run("b", rounds=rounds_of([[0.1], [0.7], [0.9]])),
@@ -41,6 +42,7 @@ class TestFurtherSeries:
         low, high = picture.figure.axes[0].get_ylim()
         assert low < 10 < 90 < high
 
+    @pytest.mark.full
     def test_legend_shows_the_lines_as_they_are(self, make_run):
         picture = draw(
             figures.plot_accuracy, make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2])), make_run("b")
@@ -51,6 +53,7 @@ class TestFurtherSeries:
             for look in ("color", "linestyle", "linewidth", "marker"):
                 assert getattr(key, f"get_{look}")() == getattr(line, f"get_{look}")()
 
+    @pytest.mark.full
     def test_left_out_where_they_made_too_many_lines(self, make_run):
         runs = [make_run(f"m{i}", rounds=two_series([0.1, 0.5], [0.1, 0.3])) for i in range(8)]
         assert len(legend_of(draw(figures.plot_accuracy, *runs[:7]))) == 14
@@ -99,6 +102,7 @@ class TestRanks:
         assert "m: a 10 to 4, b 8 to 2" in picture.alt
         assert "mean over 2 seeds" in picture.caption
 
+    @pytest.mark.full
     def test_a_line_a_method_in_its_style(self, make_run):
         runs = [
             make_run("old"),
@@ -151,6 +155,7 @@ class TestRanks:
     def test_one_round_is_nothing_to_draw(self, make_run):
         assert draw(rank_figures.plot_ranks, make_run("m", rounds=ranked({"a": 3}))) is None
 
+    @pytest.mark.full
     def test_last_ranks_of_many_methods_become_a_range(self, make_run):
         runs = [make_run(f"m{i}", rounds=ranked({"a": 1536}, {"a": 1000 + i})) for i in range(5)]
         (axes,) = draw(rank_figures.plot_ranks, *runs).figure.axes
@@ -177,6 +182,7 @@ class TestDownlink:
         assert "a 1.00 kB → 500 B, b 1.00 kB" in picture.alt
         assert "mean over up to 2 seeds" in picture.caption
 
+    @pytest.mark.full
     def test_none_without_news(self, make_run):
         def drawn(*runs):
             return draw(rank_figures.plot_downlink, *runs) is not None
@@ -194,6 +200,7 @@ class TestDownlink:
         silent = [{**row, "bytes_down": 0} for row in low]
         assert not drawn(make_run("a", rounds=sending(0, 0)), make_run("b", rounds=silent))
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("rounds", "each"), [(100, 3), (20, 2), (10, 1)])
     def test_coinciding_lines_have_markers_of_their_own(self, make_run, rounds, each):
         falling = make_run("z", rounds=sending(*range(1000 + rounds, 1000, -1)))
@@ -204,6 +211,7 @@ class TestDownlink:
         assert max(places) < rounds
         assert len({line.get_marker() for line in lines}) == 9
 
+    @pytest.mark.full
     def test_logarithmic_only_where_no_change_could_be_seen(self, make_run):
         def drawn(largest, *more):
             runs = [
@@ -247,6 +255,7 @@ def rich(make_run):
     return runs
 
 
+@pytest.mark.full
 def test_order_in_the_gallery_and_sound_svg(make_run):
     ((_, drawn),) = draw_all(*both(rich(make_run)))
     assert [picture.title for picture in drawn] == [

@@ -67,6 +67,7 @@ def test_when_results_are_called_bimodal(values, options, expected):
     assert find_modes([values[i] for i in order], **shuffled) == expected
 
 
+@pytest.mark.full
 def test_normal_results_are_rarely_called_bimodal():
     """The rate that the docs name: fewer than 2 % of samples of five, whatever their spread."""
     random = np.random.default_rng(0)
@@ -142,6 +143,7 @@ def test_all_seeds_are_drawn_and_no_interval(make_run):
     assert "no interval" not in draw(figures.plot_accuracy, *runs[5:]).caption
 
 
+@pytest.mark.full
 def test_further_measures_of_bimodal_results_have_no_band(make_run):
     runs = []
     for seed, final in enumerate([0.95, 0.67, 0.94, 0.93, 0.955]):

@@ -82,6 +82,7 @@ def test_page_is_whole_and_needs_nothing_else(make_run, written, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.full
 def test_same_runs_same_bytes(make_run, tmp_path):
     runs = [make_run(m, points=cloud(40)) for m in "ab"]
     for name in ("x", "y"):
@@ -123,6 +124,7 @@ def test_hostile_names_are_only_text(make_run, written):
     assert any("alert('x')" in text for text in page.text)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_mixed_experiments_have_sections_and_a_note(make_run, written):
     text = written([make_run("a", name="one"), make_run("a", name="two"), make_run("b", name="one")])
@@ -189,7 +191,7 @@ def test_warnings_are_folded_below_the_results(make_run, written):
     assert '<a href="#e0-warnings">1 warning</a>' in text
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("titles", "expected"),
     [
@@ -263,7 +265,7 @@ ODD = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", ODD)
 def test_odd_runs_make_a_page(make_run, written, rows):
     """Alone, beside a usual run, and as a language model with adapters."""
@@ -275,6 +277,7 @@ def test_odd_runs_make_a_page(make_run, written, rows):
     parse(written(runs))
 
 
+@pytest.mark.full
 def test_bare_configuration(make_run, written):
     bare = dict.fromkeys(("title", "method", "data", "partition", "split", "model", "versions", "classes"))
     run = make_run("a", rounds=rounds_of([[0.5], [0.6]]), clients=[], name="bare")
@@ -282,6 +285,7 @@ def test_bare_configuration(make_run, written):
     parse(written([run]))
 
 
+@pytest.mark.full
 def test_sweep_page(make_run, written):
     runs = [make_run(m, s, vary={"method.k": k}) for m in "ab" for k in (1, 2) for s in (0, 1)]
     text = written(runs)

@@ -40,6 +40,7 @@ def medians(picture):
 
 
 class TestRelative:
+    @pytest.mark.full
     def test_each_client_against_itself_in_the_same_seed(self, make_run):
         base = [0.5, 0.7, *[0.6] * 18]
         runs = []

@@ -59,6 +59,7 @@ def recover(routes, truth):
 
 
 class TestRecovery:
+    @pytest.mark.full
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=30))
     def test_against_pairs(self, pairs):
         known, chosen = (list(column) for column in zip(*pairs, strict=True))
@@ -135,6 +136,7 @@ class TestCollapse:
 
 
 class TestOverRounds:
+    @pytest.mark.full
     def test_mean_and_interval_over_seeds(self, make_run):
         people = in_clusters(TRUTH)
         runs = [
@@ -175,6 +177,7 @@ class TestOverRounds:
             group_runs([make_run("a", rounds=single, clients=in_clusters(TRUTH))])[0].recovery_curve().empty
         )
 
+    @pytest.mark.full
     def test_column(self, make_run):
         people = in_clusters(TRUTH)
         table = comparison(
@@ -224,6 +227,7 @@ class TestHeatMap:
         assert picture.title == "Routes: a"
         assert "largest share at cluster 0, 1, ...: 3, 2" in picture.alt
 
+    @pytest.mark.full
     def test_rounds_are_evenly_spaced_and_hold_both_ends(self, make_run):
         rows = choosing(*([TRUTH] * 24))
         for t, row in enumerate(rows):
@@ -252,6 +256,7 @@ class TestHeatMap:
         assert marks.get_ydata() == [1]  # the second of cluster 0
         assert "never trained" in picture.caption
 
+    @pytest.mark.full
     def test_many_clients_are_thinned_out(self, make_run):
         chosen = [k % 3 for k in range(700)]
         people = in_clusters(chosen)
@@ -268,7 +273,7 @@ class TestHeatMap:
         (picture,) = cluster_figures.plot_routes(group_runs([wide]))
         assert len({row for row, _ in shades(picture.figure.axes[0])}) == 6000 // 50
 
-    @pytest.mark.few(3)
+    @pytest.mark.full
     @pytest.mark.parametrize(
         "routes",
         [

@@ -85,6 +85,7 @@ def test_seeds_are_paired_by_number_and_clients_by_identifier(make_run):
     assert [gap.tolist() for gap in gaps] == [pytest.approx([0.1, 0.3]), pytest.approx([0.1])]
 
 
+@pytest.mark.full
 def test_different_federations_are_not_paired(make_run):
     larger = [{**row, "train": 999} for row in members(2)]
     runs = [make_run("a", s, rounds=rounds_of([[0.9, 0.8]])) for s in (0, 1)]
@@ -109,6 +110,7 @@ def test_what_seeds_share_cancels(make_run):
     assert "corrected" not in said  # one comparison
 
 
+@pytest.mark.full
 def test_no_difference_is_said_in_plain_words(make_run):
     runs = runs_of(make_run, a=[[0.80], [0.70], [0.75]], b=[[0.70], [0.80], [0.72]])
     (said,) = findings_of(runs)
@@ -121,6 +123,7 @@ def test_no_difference_is_said_in_plain_words(make_run):
     assert f"from b can be seen: +1.0 points {ends}. Paired t-test" in said
 
 
+@pytest.mark.full
 def test_the_baseline_without_messages_is_named_first(make_run):
     """Not the second best. With one seed the eight clients are the pairs."""
     free = rounds_of([[0.1] * 8, [0.5, 0.52, 0.55, 0.5, 0.51, 0.57, 0.49, 0.53]])
@@ -134,6 +137,7 @@ def test_the_baseline_without_messages_is_named_first(make_run):
     assert "one seed says nothing about other seeds" in said
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_bold_and_columns_are_the_same_everywhere(make_run, tmp_path):
     runs = runs_of(
@@ -177,6 +181,7 @@ def test_a_family_is_one_setting_of_the_methods(make_run):
     assert len(said) == 3
 
 
+@pytest.mark.full
 def test_losses_are_compared_the_other_way_round(make_run):
     runs = [
         make_run(m, s, rounds=regression_of([[value + gap]]))

@@ -55,6 +55,7 @@ def test_size_is_that_of_the_model_whose_accuracy_counts(make_run):
     assert model_size(group_runs([make_run(rounds=rows)])[0], "mixed")[0].mean == 60
 
 
+@pytest.mark.full
 def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
     def differ(*runs):
         return sizes_differ(group_runs(list(runs)))
@@ -72,6 +73,7 @@ def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
     assert not differ(*wider)
 
 
+@pytest.mark.full
 def test_weights_without_a_course_are_left_out(make_run):
     mine = slr(ranks=[{"a": 10, "b": 4, "zero": 0}, {"a": 8, "b": 4, "zero": 0}])
     other = slr(ranks=[{"a": 10}, {"a": 8}])
@@ -94,6 +96,7 @@ def test_downlink_is_for_each_participant(make_run):
     assert downlink(group_runs([make_run("b", rounds=rounds_of([[0.5]]))])[0]).empty
 
 
+@pytest.mark.full
 def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
     groups = group_runs([make_run("a", rounds=slr(further=["x"])), make_run("b")])
     shown = choose_lines(groups, ACCURACY)
@@ -108,6 +111,7 @@ def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_
     ] == [("a: gkr", 1)]
 
 
+@pytest.mark.full
 def test_float32_counts_as_the_paper_does(make_run):
     rows = rounds_of([[0.1], [0.5]])
     rows[1]["parameters_down"] = rows[1]["parameters_up"] = FULL * 10 * 1000
@@ -127,6 +131,7 @@ def test_float32_counts_as_the_paper_does(make_run):
     assert "paper" not in titles(bare, "cost")
 
 
+@pytest.mark.full
 def test_sizes_of_every_series_with_the_papers(make_run):
     mixed = [[100, 100], [6_000_000, 7_000_000]]
     reference = {
@@ -180,6 +185,7 @@ def test_what_is_no_number_is_no_reference(make_run, value):
     assert "paper" not in titles(table) + titles(table, "cost")
 
 
+@pytest.mark.full
 def test_no_size_columns_without_news(make_run):
     assert titles(comparison([make_run("a")])) == []
     same = [make_run(m, rounds=sized({"personal": [[7, 9], [7, 9]]})) for m in "ab"]
@@ -191,6 +197,7 @@ def test_no_size_columns_without_news(make_run):
     assert titles(comparison([make_run("a", reference=printed)])) == ["paper"]
 
 
+@pytest.mark.full
 def test_each_value_of_a_sweep_has_its_own_reference(make_run):
     runs = [
         make_run(
@@ -207,6 +214,7 @@ def test_each_value_of_a_sweep_has_its_own_reference(make_run):
     assert [row["difference_points.gkr"] for row in rows_of(table)] == [50 - 63.63, 50 - 54.26]
 
 
+@pytest.mark.full
 def test_ranks_at_the_end_are_json_in_the_csv(make_run):
     runs = [
         make_run("a", s, rounds=slr(ranks=[{"w": 9, "v": 3}, {"w": 9, "v": 3}, {"w": 4 + s, "v": 3}]))

@@ -54,6 +54,7 @@ def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
     assert indices.total() == 2 * len(runs)
 
 
+@pytest.mark.full
 def test_lines_have_a_bounded_number_of_points_with_both_ends(make_run):
     ((_, pictures),) = draw_all(*both([long_run(make_run, "a", seed) for seed in (0, 1)]))
     (curve,) = [picture for picture in pictures if picture.place == "curve"]

@@ -35,6 +35,7 @@ def scored(values, weights=None, measure="accuracy"):
     return scores[measure, "personal", "test", False].iloc[0] if scores else None
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=40), st.data())
 def test_score_agrees_with_numpy(values, data):
@@ -107,6 +108,7 @@ def test_to_target_by_hand(make_run):
     assert (row["target_bytes"], row["target_parameters"], row["target_seconds"]) == (4 * 1500, 4 * 375, 3.0)
 
 
+@pytest.mark.full
 def test_simulated_seconds_to_target_by_hand(make_run):
     rounds = simple([[0.1], [0.4], None, [0.9], [0.95]])
     for i, row in enumerate(rounds[1:], 1):
@@ -138,6 +140,7 @@ def test_target_given_then_own_then_common(make_run):
             target_of([a], wrong)
 
 
+@pytest.mark.full
 def test_target_lies_above_what_costs_no_messages(make_run):
     """Standalone's best round counts, and every seed of a method must reach the target."""
     rows = simple([[0.1], [0.62], [0.55]])
@@ -205,6 +208,7 @@ def test_clients_that_never_train_do_not_make_the_chance_level(make_run):
     assert target_of([make_run("a", rounds=simple(CURVE), clients=people, classes=["a", "b"])]).value == 0.52
 
 
+@pytest.mark.full
 def test_no_target_that_all_runs_reach_by_their_first_evaluation(make_run):
     early, late = [[0.1], None, [0.62], [0.61]], [[0.1], None, [0.3], [0.621]]
     runs = [make_run("a", rounds=simple(early)), make_run("b", rounds=simple(early))]
@@ -262,6 +266,7 @@ def test_seed_given_twice_counts_once(make_run):
     assert group.final().mean == 0.5
 
 
+@pytest.mark.full
 def test_sweep_keeps_the_method_label(make_run):
     runs = [
         make_run("a", s, vary={"partition.classes_per_client": k, "run.seed": s},
@@ -280,6 +285,7 @@ def test_last_usable_round_is_named(make_run):
     assert RunStatistics(run).status == "no finite accuracy after round 1"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_the_best_round_by_validation_stands_beside_the_last(make_run, tmp_path):
     tests = ([[0.1], [0.5], [0.6]], [[0.1], [0.7], [0.8]])

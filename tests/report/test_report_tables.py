@@ -29,6 +29,7 @@ from fedlowrank.report.tables import to_csv, to_markdown
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
 
+@pytest.mark.full
 def test_columns_appear_where_they_have_something_to_say(make_run):
     plain_table = comparison([make_run("a", 0)])
     assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(titles_of(plain_table))
@@ -46,6 +47,7 @@ def test_reference_and_difference(make_run):
     assert ("paper", "Table 2") in table.footnotes
 
 
+@pytest.mark.full
 def test_csv_has_the_exact_means_over_seeds(make_run):
     runs = [make_run(m, s, title='x, "y"\nz') for m in "ab" for s in (0, 1, 2)]
     table = comparison(runs)
@@ -61,6 +63,7 @@ def test_csv_has_the_exact_means_over_seeds(make_run):
     assert isinstance(row["bytes_up"], int)
 
 
+@pytest.mark.full
 def test_costs_to_target_need_every_seed(make_run):
     runs = [make_run("a", s, rounds=rounds_of([[0.1], [0.2 + 0.5 * s]])) for s in (0, 1)]
     table = comparison(runs, 0.6)
@@ -69,6 +72,7 @@ def test_costs_to_target_need_every_seed(make_run):
     assert cells(comparison(runs, 0.9), "target", "rounds") == ["not reached"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_unfinished_runs_say_so(make_run, tmp_path):
     runs = [make_run("a", status={"state": "stopped", "rounds": 12, "message": "ctrl-c"})]
@@ -96,6 +100,7 @@ def test_names_cannot_break_out(make_run):
         assert len({row.count("|") for row in rows.splitlines()}) == 1
 
 
+@pytest.mark.full
 def test_experiments_and_what_is_varied_are_told_apart(make_run):
     table = comparison([make_run("a", name="one", vary={"method.mu": 0.5}), make_run("a", name="two")])
     assert [row[0] for row in table.blocks["accuracy"].rows] == ["one: a (mu = 0.5)", "two: a"]
@@ -148,6 +153,7 @@ def test_units(got, expected):
     assert got == expected
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("words_only")
 def test_a_table_has_one_number_format(make_run, tmp_path):
     """Every byte size and count of the page has three significant digits, fewer only where it is a whole number below."""

@@ -24,6 +24,7 @@ def scalars(run, folder):
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.full
 def test_event_file_reads_back(make_run, tmp_path):
     rows = rounds_of([[0.25, 0.75], [0.5, None], [1.0, 0.5]])
     rows[1]["loss"]["bad"] = float("nan")

@@ -174,6 +174,7 @@ class TestPrivacy:
 class TestAttack:
     RUN = trusting(attack={"kind": "backdoor"})
 
+    @pytest.mark.full
     @pytest.mark.parametrize("unseen", [(), (5,)])
     @pytest.mark.usefixtures("words_only")
     def test_honest_clients_beside_all(self, make_run, tmp_path, unseen):
@@ -229,6 +230,7 @@ class TestAttack:
         assert "hostile_weight" not in comparison([made]).frame
 
 
+@pytest.mark.full
 def test_nothing_changes_for_runs_without_any_of_it(make_run, tmp_path):
     old, new = make_run("a", 0), make_run("a", 1, run=OFF)
     (group,) = group_runs([old, new])

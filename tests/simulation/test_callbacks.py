@@ -89,6 +89,7 @@ def test_evaluations_count_and_not_rounds() -> None:
     assert run(on_round=EarlyStopping(1), evaluate_every=2).rounds[-1].round == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("crash", [1, 4, 6])
 @pytest.mark.usefixtures("by_curve")
 def test_an_interrupted_run_ends_in_the_same_round(crash: int, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_killed_between_the_last_round_and_its_status(tmp_path: Path) -> None:
     assert status(tmp_path / "run") == before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("by_curve")
 def test_a_run_that_stopped_early_goes_on_only_with_more_patience(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -50,6 +50,7 @@ def assert_is(folder: Path, t: int) -> None:
     assert all(tree.equal(found.clients[c], wanted[c]) for c in wanted)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])
 def test_the_last_checkpoints_are_kept_and_each_can_be_gone_back_to(tmp_path: Path, keep: int) -> None:
     rounds = list(range(max(0, 6 - keep), 6))
@@ -97,6 +98,7 @@ def test_a_client_without_state_takes_no_bytes_and_keeps_no_file(tmp_path: Path)
     assert dict(checkpoint.load(tmp_path).clients) == dict.fromkeys(range(7))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keep", [1, 3])
 def test_states_of_clients_that_rarely_change_take_no_more_than_twice_their_bytes(
     tmp_path: Path, keep: int
@@ -137,6 +139,7 @@ def everything(folder: Path) -> dict[int, Any]:
     return dict(checkpoint.load(folder).clients.items())
 
 
+@pytest.mark.full
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     for t, (server, _) in enumerate(HISTORY[:2]):
         checkpoint.save(tmp_path, t, server, states_at(1))
@@ -206,6 +209,7 @@ def test_a_local_run_goes_back_and_comes_to_the_same_end(
     assert [a == b for a, b in zip(append, written, strict=True)] == [True] * 4 + [False] * 2
 
 
+@pytest.mark.full
 def test_an_interrupt_after_a_checkpoint_keeps_the_states_that_are_in_it(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     arrays = [(torch.randn(8, 3, generator=draw), torch.arange(8) % 2) for _ in range(4)]

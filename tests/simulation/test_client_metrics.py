@@ -123,7 +123,7 @@ EXPECTED: dict[str, Callable[[np.ndarray, np.ndarray], float | None]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])
 def test_values_by_hand(engine: str, method: str) -> None:
@@ -396,6 +396,7 @@ class Above:
         return float((scores.max(1) > self.bound).mean())
 
 
+@pytest.mark.full
 def test_functions_are_metrics(tmp_path: Path) -> None:
     found = simulate(
         "fedavg",
@@ -449,6 +450,7 @@ def test_functions_that_are_no_metrics(metrics: Any, says: str) -> None:
         simulate("fedavg", federation(), rounds=1, metrics=metrics)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("lower_is_better", "stops"), [(False, 1), (True, 8)])
 def test_early_stopping_by_a_metric(lower_is_better: bool, stops: int) -> None:
     rounds = iter(range(1000))

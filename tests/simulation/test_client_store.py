@@ -30,6 +30,7 @@ def state(number: int, size: int) -> dict[str, Any]:
     return {"t": torch.full((size,), float(number)), "n": number, "none": None}
 
 
+@pytest.mark.full
 @given(changes, st.none() | st.integers(0, 400))
 def test_is_a_dictionary_at_every_time(plan: list[dict[int, tuple[int, int]]], limit: int | None) -> None:
     shelf, plain = ClientStore(limit), {}
@@ -53,6 +54,7 @@ def folder_of(shelf: ClientStore) -> Path:
     return shelf._store.path
 
 
+@pytest.mark.full
 def test_what_nobody_asks_for_any_more_leaves_the_disk() -> None:
     shelf = ClientStore(0) | {c: state(c, 5) for c in range(4)}
     folder = folder_of(shelf)
@@ -110,6 +112,7 @@ def test_a_file_that_is_gone_or_damaged_is_named() -> None:
         shelf | {2: state(1, 5)}
 
 
+@pytest.mark.full
 def test_many_states_are_taken_over_without_ever_being_in_memory_together() -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
@@ -125,6 +128,7 @@ def test_many_states_are_taken_over_without_ever_being_in_memory_together() -> N
     assert [float(shelf[c]["t"][0]) for c in (0, 300, 699)] == [0.0, 300.0, 699.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["ditto", "scaffold"])
 def test_a_run_ends_the_same_whatever_is_in_memory(name: str, tmp_path: Path) -> None:
     def run(rounds: int, folder: str, **options: Any) -> Any:

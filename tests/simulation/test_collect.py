@@ -97,6 +97,7 @@ def run_of(method: Method[Any, Any, Any, Any], engine: str = "sequential", **set
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["sequential", "wire", "processes"])
 def test_replies_are_let_go_one_after_another(engine: str) -> None:
     run = run_of(Sums(), engine)
@@ -154,6 +155,7 @@ def test_a_round_that_fails_in_training_while_the_server_adds_up_leaves_all_as_i
     assert run.state is before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 def test_after_a_server_that_fails_half_way_the_next_round_is_a_round_like_any_other(
     engine: str, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +186,7 @@ def test_states_above_the_limit_wait_on_the_disk_during_the_round_too() -> None:
     assert {float(run.state.clients[i]) for i in range(CLIENTS)} == {2.0}
 
 
+@pytest.mark.full
 def test_time_within_is_not_the_outers_too() -> None:
     clock = Clock()
 

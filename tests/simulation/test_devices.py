@@ -89,6 +89,7 @@ def test_seconds_by_hand() -> None:
     assert RoundRecord.from_json(line, 2).simulated_seconds == found.rounds[1].simulated_seconds
 
 
+@pytest.mark.full
 def test_a_deadline_loses_exactly_the_slow() -> None:
     on = federation(10, 20, 40, 80)
     devices = Devices(flops_per_second=1e4, speeds=(1.0, 0.5))
@@ -129,6 +130,7 @@ def test_clients_drop_out_by_their_probability() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ["vectorized", "processes", "wire"])
 def test_engines_simulate_the_same(engine: str) -> None:
     on = federation(20, 20, 40, 30, 60, 10)
@@ -199,6 +201,7 @@ def test_in_an_experiment_file() -> None:
 TABLE = "client,speed,uplink,availability\n2, 0.1,1,0.5\n0,1,20,1\n1,0.5,5,0.9\n"
 
 
+@pytest.mark.full
 def test_a_table_of_devices(tmp_path: Path) -> None:
     (tmp_path / "devices.csv").write_text(TABLE)
     devices = Devices(file=str(tmp_path / "devices.csv"), flops_per_second=1e5, downlink=10.0)

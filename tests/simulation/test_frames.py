@@ -51,6 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.full
 def test_all_values_are_those_of_the_files(runs: Path) -> None:
     found = load_runs(runs, series="all")
     assert found["run"].unique().tolist() == ["a/fedavg-s0", "b"]

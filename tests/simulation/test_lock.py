@@ -67,6 +67,7 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_leaves_the_folder_
     assert state(folder) == "finished"
 
 
+@pytest.mark.full
 def test_any_error_ends_the_status_running(tmp_path: Path) -> None:
     def fail(record: Any) -> None:
         if record.round == 2:

@@ -60,7 +60,7 @@ def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
     return by_hand(run, split, scores)
 
 
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("model", [linear, Own, normalized, convolution, mixing])
 @pytest.mark.parametrize("engine", ["sequential", "processes"])
 def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine: Any) -> None:

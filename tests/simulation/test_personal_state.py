@@ -72,7 +72,7 @@ def federation(kind: str, ranks: list[int]) -> tuple[Federation, nn.Module]:
     return Federation.from_arrays(clients, module, head=head, classes=CLASSES, rank=ranks), module
 
 
-@pytest.mark.few(6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
@@ -122,6 +122,7 @@ def test_what_is_frozen_is_one_tensor_for_all_clients(kind: str) -> None:
         assert name not in own or own[name].data_ptr() in places
 
 
+@pytest.mark.full
 def test_ranks_of_the_slots_leave_factors_as_they_are() -> None:
     data, _ = federation("ours", [1, 2, 3])
     result = simulate(METHODS["fedhl"](optimizer=SGD(lr=0.2), tuning=Tuning(rank=2)), data, rounds=2)

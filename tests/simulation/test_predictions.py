@@ -37,7 +37,7 @@ def federation() -> Federation:
     return Federation.from_arrays(data, Headed, classes=["ant", "bee", "cat", "dog"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "per_fedavg", "ditto", "fedslr"])
 def test_their_accuracy_is_the_recorded_one_exactly(method: str) -> None:
     result = simulate(METHODS[method](optimizer=SGD(lr=0.5)), federation(), rounds=2)

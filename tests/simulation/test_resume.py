@@ -225,6 +225,7 @@ def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Cal
     assert_same_end(folder, whole)
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_again(
     tmp_path: Path, unbroken: Callable[[int], Path]
 ) -> None:
@@ -235,7 +236,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     assert_same_end(tmp_path / "run", whole)
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("every", [1, 100])
 def test_a_signal_stops_cleanly(
@@ -473,6 +474,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stopped_run(tmp_path_factory.mktemp("stopped"))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -500,7 +502,7 @@ def test_resume_refuses_another_configuration(
     assert {p: p.read_bytes() for p in stopped.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "override", ["run.checkpoint_every=2", "run.target=0.8", "run.representations=40", "title=Another title"]
 )
@@ -525,6 +527,7 @@ def without_new_settings(folder: Path) -> None:
     seal_run(folder)
 
 
+@pytest.mark.full
 def test_settings_that_came_later_do_not_stop_a_resumption(
     stopped: Path, tmp_path: Path, unbroken: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -545,6 +548,7 @@ def test_settings_that_came_later_do_not_stop_a_resumption(
     assert rounds_of(folder) == rounds_of(unbroken(1))
 
 
+@pytest.mark.full
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
     shutil.copytree(unbroken(1), tmp_path / "run")
     assert main(["resume", str(tmp_path / "run")]) == 0
@@ -554,6 +558,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path, unbroken: Callable[[int
 # Damage
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
 def test_a_truncated_checkpoint_file_is_named(tmp_path: Path, keep: float) -> None:
     folder = whole_run(tmp_path / "run", **TINY, keep_checkpoints=1)
@@ -566,6 +571,7 @@ def test_a_truncated_checkpoint_file_is_named(tmp_path: Path, keep: float) -> No
     simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
 
 
+@pytest.mark.full
 def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
     for file in (folder / "checkpoint").iterdir():
@@ -577,7 +583,7 @@ def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
 ENTRY = [0, 4, "00"]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "table",
     [
@@ -606,6 +612,7 @@ def gzip_lines(rows: list[str]) -> bytes:
     return b"".join(gzip.compress(row.encode(), mtime=0) for row in rows)
 
 
+@pytest.mark.full
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
     whole, complete = (folder / METRICS).read_bytes(), read_lines(folder)
@@ -618,6 +625,7 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_lines(folder) == complete[:-1]
 
 
+@pytest.mark.full
 def test_records_that_are_not_compressed_are_read_and_gone_on_with(tmp_path: Path) -> None:
     whole, old = (whole_run(tmp_path / name, **TINY) for name in ("whole", "old"))
     (old / "metrics.jsonl").write_bytes(b"".join(read_lines(old)))
@@ -631,7 +639,7 @@ def test_records_that_are_not_compressed_are_read_and_gone_on_with(tmp_path: Pat
     assert len(found[0]) == rounds + 1
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rounds", [TINY["rounds"], 5])
 @pytest.mark.parametrize(
     "damage", ["short", "a gap", "no JSON", "another object", "missing", "not compressed"]
@@ -681,7 +689,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
     assert tree.encode(states[0].server) == tree.encode(states[1].server)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"7", b"null", b'"text"', b"\xff\xfe\x00{", b"[" * 100_000]
 )
@@ -714,7 +722,7 @@ def test_a_damaged_table_is_named(
         assert RunRecord.load(folder).status["state"] in ("finished", "stopped")
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["run.json", "clients.json", "status.json", METRICS])
 def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
@@ -799,6 +807,7 @@ def half(tmp_path: Path) -> Path:
     return tmp_path / "half"
 
 
+@pytest.mark.full
 def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
     simulate(PFedLoRA(width=2), tiny(), folder=tmp_path / "whole", **TINY)
     result = simulate(PFedLoRA(width=2), tiny(), folder=half, resume=True, **TINY)

@@ -51,6 +51,7 @@ PROBABILITIES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROBABILITIES)
 def test_each_client_is_drawn_with_exactly_its_probability(name: str) -> None:
     sizes, count, wanted = PROBABILITIES[name]
@@ -100,6 +101,7 @@ def trained(fed: Federation, client: int) -> Params:
     return run.personal(fed.infos[client])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", ["size", "loss"])
 def test_a_round_takes_the_plain_mean_where_no_client_is_certain(sampling: Any) -> None:
     fed = federation()
@@ -114,6 +116,7 @@ def test_a_round_takes_the_plain_mean_where_no_client_is_certain(sampling: Any) 
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.server, wanted)
 
 
+@pytest.mark.full
 def test_a_client_that_is_always_drawn_keeps_its_weight() -> None:
     fed = Federation.from_arrays(arrays(sizes=(90, 9, 12, 9)), {"m": lambda: Net(6)}, classes=CLASSES)
     run = Run(
@@ -157,6 +160,7 @@ def test_candidates_are_drawn_by_size() -> None:
     assert found == pytest.approx(np.array(SIZES) / sum(SIZES), abs=0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", ["size", "loss"])
 def test_a_resumed_run_has_the_same_bits(sampling: Any, tmp_path: Path) -> None:
     class KilledError(Exception):

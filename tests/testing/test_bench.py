@@ -55,6 +55,7 @@ def test_the_loops_take_the_same_steps(name: str) -> None:
     ]
 
 
+@pytest.mark.full
 def test_the_table_has_a_row_a_model_and_arm() -> None:
     seen: list[int] = []
     found = [

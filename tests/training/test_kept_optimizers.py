@@ -82,6 +82,7 @@ def assert_close(found: Params, wanted: Params) -> None:
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-10), found, wanted)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_every_client_that_trains_alone_has_one_optimizer_for_all_rounds(
@@ -124,6 +125,7 @@ METHODS_WITH_PASSES: dict[str, Method[Any, Any, Any, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS_WITH_PASSES)
 def test_states_are_the_same_in_every_engine_and_after_a_resume(name: str, tmp_path: Path) -> None:
     method, fed = METHODS_WITH_PASSES[name], federation()

@@ -39,7 +39,7 @@ def poisson(rate: float) -> Sampling:
     return Sampling("poisson", 1000, rate=rate)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("sampling", "noise", "rounds", "rdp", "pld"),
     [
@@ -88,7 +88,7 @@ def test_all_clients_need_no_sampling(accountant: Accountant) -> None:
     assert epsilon(3.0, 20, DELTA, poisson(1.0), accountant) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sampling", "accountant"),
     [(poisson(0.05), "rdp"), (poisson(0.05), "pld"), (FIXED, "rdp"), (ALL, "rdp"), (ALL, "pld")],
@@ -104,7 +104,7 @@ def test_more_noise_spends_less_and_more_rounds_spend_more(
     assert epsilon(2.0, 20, 1e-7, sampling, accountant) > epsilon(2.0, 20, 1e-4, sampling, accountant)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @BOTH
 def test_a_higher_rate_spends_more(accountant: Accountant) -> None:
     spent = [epsilon(2.0, 20, DELTA, poisson(rate), accountant) for rate in (0.01, 0.1, 0.5, 1.0)]
@@ -147,7 +147,7 @@ def exact_gaussian(noise: float) -> float:
     return float(optimize.brentq(gap, 0, 200, xtol=1e-10))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("noise", "rounds"), [(4.0, 50), (8.0, 3), (2.0, 1)])
 def test_pld_is_the_exact_gaussian_mechanism(noise: float, rounds: int) -> None:
     exact = exact_gaussian(noise / math.sqrt(rounds))
@@ -189,7 +189,7 @@ def test_local_noise_is_half_in_units_of_its_sensitivity(accountant: Accountant)
     assert local_epsilon(12.0, 0, DELTA, accountant) == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sampling", "accountant", "budget", "rounds"),
     [
@@ -238,6 +238,7 @@ def test_rounds_within_a_budget(accountant: Accountant, sampling: Sampling) -> N
     assert rounds_within(spent[12], 2.0, DELTA, sampling, accountant, 0) == 0
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_rounds_of_different_noise_add_up(accountant: Accountant) -> None:
     q = poisson(0.05)

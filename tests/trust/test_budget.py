@@ -109,6 +109,7 @@ def test_a_run_that_is_killed_and_extended_spends_no_more(tmp_path: Path) -> Non
     assert max(line["round"] for line in lines(tmp_path / "run")) == 3
 
 
+@pytest.mark.full
 def test_a_given_noise_may_use_the_whole_budget(tmp_path: Path) -> None:
     privacy = Privacy("central", noise=1.5, epsilon=3.0, delta=DELTA)
     settings: dict[str, Any] = {"privacy": privacy, "folder": tmp_path / "run", **POISSON}
@@ -216,6 +217,7 @@ def test_noise_without_a_budget_never_runs_out() -> None:
             budget.charge(t, 1.0, [0, 1])
 
 
+@pytest.mark.full
 def test_a_second_release_of_one_draw_costs_what_it_costs(tmp_path: Path) -> None:
     """Sampling amplifies a draw once, so a repeated release costs more than one of another draw."""
     privacy, poisson = (

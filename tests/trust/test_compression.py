@@ -211,6 +211,7 @@ def test_int8_is_one_of_the_two_nearest_multiples_of_its_scale(scale: float, dty
     assert at == len(message.sides[0])
 
 
+@pytest.mark.full
 def test_int8_rounds_without_bias() -> None:
     w = torch.linspace(-1, 1, 43, dtype=torch.float64)
     scale = float(compress((Int8(),), {"w": w}, KEY).sides[0])
@@ -436,7 +437,7 @@ def test_what_is_decoded_and_the_residual_add_up_to_all_updates(text: str) -> No
     assert not np.allclose(flatten(sent), flatten(sum_of), rtol=0, atol=1e-11) or text == "top_k:1"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "text", ["top_k:1", "top_k:0.3", "low_rank:1", "int8", "low_rank:2 + top_k:0.5 + bfloat16"]

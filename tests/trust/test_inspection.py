@@ -64,6 +64,7 @@ def updates() -> np.ndarray:
 WEIGHTS = np.array([12.0 + i for i in range(7)])
 
 
+@pytest.mark.full
 def test_the_median_is_that_of_each_number(updates: np.ndarray) -> None:
     uniform = dataclasses.replace(METHOD, weighting="uniform")
     assert np.allclose(
@@ -139,6 +140,7 @@ def test_an_attack_acts_on_what_the_server_decodes(updates: np.ndarray) -> None:
     assert np.allclose(found, np.average(sent, 0, weights=WEIGHTS), rtol=0, atol=2e-2 * np.abs(updates).max())
 
 
+@pytest.mark.full
 def test_a_rule_undoes_what_an_attack_does_to_the_mean(updates: np.ndarray) -> None:
     honest = np.linalg.norm(np.average(updates, 0, weights=WEIGHTS))
     attack = Attack("scaled", share=0.28, strength=1e4)
@@ -253,6 +255,7 @@ def test_effective_updates_are_compared_whatever_the_gauge_of_the_factors() -> N
         assert list(used) == [int(scores.argmin())]
 
 
+@pytest.mark.full
 def test_secure_sums_are_the_plain_ones_to_their_grid() -> None:
     plain, masked = run_of(rounds=3), run_of(rounds=3, secure=SecureSums(on=True))
     for _ in range(3):

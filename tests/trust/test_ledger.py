@@ -171,6 +171,7 @@ def test_a_folder_that_is_missing(tmp_path: Path) -> None:
         charge(PrivacyLedger(tmp_path / "none" / "privacy.jsonl"), 0, [1])
 
 
+@pytest.mark.full
 def test_what_was_spent() -> None:
     ledger = PrivacyLedger()
     assert ledger.spent("central", DELTA, "rdp") == ledger.spent("local", DELTA, "pld") == 0
@@ -186,6 +187,7 @@ def test_what_was_spent() -> None:
     assert ledger.spent("local", DELTA, "rdp") == local_epsilon(0.5, 1, DELTA, "rdp")
 
 
+@pytest.mark.full
 def test_a_repeated_draw_of_clients_is_amplified_once() -> None:
     repeated, redrawn = PrivacyLedger(), PrivacyLedger()
     for ledger, again in ((repeated, [1, 2]), (redrawn, [3])):

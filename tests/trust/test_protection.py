@@ -75,6 +75,7 @@ def test_without_settings_a_method_is_itself() -> None:
     assert run_of().method is METHOD
 
 
+@pytest.mark.full
 def test_clipped_updates_are_averaged() -> None:
     start, updates = updates_of()
     bound = float(np.median([np.linalg.norm(u) for u in updates]))
@@ -86,6 +87,7 @@ def test_clipped_updates_are_averaged() -> None:
     assert not np.allclose(expected, start + np.average(updates, axis=0, weights=weights), atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_private_round_adds_noise_to_the_sum_of_clipped_updates() -> None:
     """Server = start + (Σ clip(Δ) + N(0, σ²C²)) / N; uniform weights whatever the numbers of examples."""
     start, updates = updates_of()
@@ -113,6 +115,7 @@ def test_the_noise_of_a_round_has_the_stated_deviation() -> None:
     assert stats.kstest(noise / 0.15, "norm").pvalue > 1e-3
 
 
+@pytest.mark.full
 def test_a_lost_reply_does_not_change_the_divisor() -> None:
     start, updates = updates_of()
     run = run_of(privacy=dataclasses.replace(CENTRAL, noise=1e-6), clipping=Clipping(0.05))
@@ -187,7 +190,7 @@ def test_too_few_clients_for_a_private_quantile_are_refused_before_training() ->
         run_of(clipping=Clipping(0.1, quantile=0.5), privacy=CENTRAL)
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("uplink", ["int8", "top_k:0.1", "low_rank:2", "top_k:0.2 + int8"])
 def test_what_compression_lost_is_sent_later(uplink: str) -> None:
     """Σ decoded = Σ true updates - what still waits at the client."""
@@ -224,6 +227,7 @@ def test_without_error_feedback_a_client_keeps_nothing() -> None:
     assert run.state_of(run.federation.infos[0]).residual is None
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_the_compressed_messages() -> None:
     run = run_of(rounds=1, compression=Compression("int8"))
     plain = run_of(rounds=1)
@@ -232,7 +236,7 @@ def test_bytes_are_those_of_the_compressed_messages() -> None:
     assert found == coded < whole
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["wire", "processes", "vectorized"])
 @pytest.mark.parametrize(
     "settings",
@@ -296,6 +300,7 @@ def test_a_client_whose_budget_is_spent_sits_out() -> None:
     assert run.budget.spent() <= 2.0 < run.budget.epsilon_of(most + 1)
 
 
+@pytest.mark.full
 def test_the_noise_is_found_from_the_budget() -> None:
     run = run_of(rounds=20, privacy=Privacy("central", epsilon=4.0, delta=1e-3), clipping=Clipping(0.05))
     assert run.budget is not None
@@ -310,6 +315,7 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
@@ -334,6 +340,7 @@ def test_a_resumed_run_has_the_same_bits(settings: dict[str, Any], tmp_path: Pat
         assert resumed.run.budget.ledger.rounds() == 5
 
 
+@pytest.mark.full
 def test_personal_models_train_under_privacy_and_compression() -> None:
     """Clients of other models share an adapter; each keeps its own state beside the residual."""
     method = PFedLoRA(width=4, batch_size=8, optimizer=SGD(lr=0.1))

@@ -8,7 +8,8 @@ n clients, threshold t = ⌊2n/3⌋ + 1; U1 ⊇ U2 ⊇ U3 are those that took st
    rebuild them, encrypted for each client of U1.
 3. ``mask``: y_i = x_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) - Σ_{j < i} PRG(s_ij), j in U2.
 4. ``agree``: a signature of the list U3 that the server shows.
-5. ``reveal``: given t signatures of the same list, its shares of b_j for j in U3 and of s_j for j in U2 \\ U3.
+5. ``reveal``: given t signatures of the same list, its shares of b_j for j in U3, and of s_j for
+   j in U2 without U3.
 
 More than n/3 clients would have to collude with the server for it to have two lists signed by t clients, and
 so to learn both secrets of one client. Secrets live for a round, in memory.
