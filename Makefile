@@ -8,7 +8,7 @@ export MKL_NUM_THREADS := 1
 # or each of the processes that tests start would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-all demo-language test test-deployment test-all test-wheel lint types unit install bench \
+.PHONY: demo demo-all demo-language test test-deployment test-all test-wheel lint types unit unit-half unit-rest install bench \
 	bench-peers catalog docs docs-serve clean
 
 PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
@@ -65,8 +65,18 @@ lint: $(TEST)
 types: $(TEST)
 	$(BIN)/mypy
 
+# two processes, each of which reads and imports half of the tests alone
+HALF := $(addprefix tests/,core engines methods network training trust)
+REST := $(filter-out $(HALF),$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
+
 unit: $(TEST)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(MAKE) --no-print-directory --output-sync=line --jobs=2 --keep-going unit-half unit-rest
+
+unit-half: $(TEST)
+	$(BIN)/python -m pytest $(HALF)
+
+unit-rest: $(TEST)
+	$(BIN)/python -m pytest $(REST)
 
 test-deployment: install
 	$(BIN)/python -m pytest --full tests/network/test_flower.py tests/network/test_foreign_apps.py

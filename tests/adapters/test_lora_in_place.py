@@ -194,6 +194,7 @@ def test_an_exported_model_is_merged(tmp_path: Path) -> None:
         assert torch.equal(load_deployed(like, tmp_path / "model.safetensors")(x), made(x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["flora", "hetlora"])
 def test_models_of_lora_methods_are_exported(name: str, tmp_path: Path) -> None:
     module = add_lora(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), 2, trainable=["1"])
@@ -333,6 +334,7 @@ def updated_by_hand(plain: nn.Module, made: nn.Module) -> nn.Module:
     return held
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", READERS)
 def test_reading_a_weight_gives_the_adapted_one(name: str) -> None:
     make, x = READERS[name]

@@ -61,6 +61,7 @@ def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None
         assert np.all(np.isfinite(y))
 
 
+@pytest.mark.full
 @given(pairs(), st.sampled_from(get_args(Wire)))
 def test_a_second_passage_changes_nothing(pair: Pair, wire: Wire) -> None:
     once = through(pair, wire)
@@ -81,6 +82,7 @@ def test_int8_by_hand() -> None:
     np.testing.assert_allclose(packed.a_scale.numpy(), [0.02, 1 / 127], rtol=2.0**-16)
 
 
+@pytest.mark.full
 @given(pairs())
 def test_bfloat16_is_rounded_to_nearest(pair: Pair) -> None:
     got = through(pair, "bfloat16")

@@ -22,6 +22,7 @@ from .small import SMALL, done, files, refused, write
 Capsys = pytest.CaptureFixture[str]
 
 
+@pytest.mark.full
 def test_a_missing_file(capsys: Capsys) -> None:
     for command in ("run", "compare", "data"):
         assert "no experiment file nowhere.toml" in refused(capsys, command, "nowhere.toml")
@@ -60,6 +61,7 @@ def test_extending_what_is_not_there_or_oneself(capsys: Capsys) -> None:
     assert "extends itself" in refused(capsys, "run", write(Path(), 'extends = "small.toml"'))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -172,6 +174,7 @@ def test_more_classes_a_client_than_there_are(capsys: Capsys) -> None:
     assert "3 classes" in found
 
 
+@pytest.mark.full
 def test_a_client_without_examples_or_with_too_few(capsys: Capsys) -> None:
     found = refused(capsys, "run", write(Path()), "partition.clients=100")
     assert "client" in found
@@ -226,6 +229,7 @@ def test_damaged_compression(capsys: Capsys) -> None:
     assert "cut short" in refused(capsys, "data", write(Path()), "data.source=mnist", "data.path=m")
 
 
+@pytest.mark.full
 def test_damaged_cifar(capsys: Capsys) -> None:
     Path("c").mkdir()
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
@@ -239,6 +243,7 @@ def test_damaged_cifar(capsys: Capsys) -> None:
     assert "label" in refused(capsys, "run", write(Path()), "data.source=cifar10", "data.path=c")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["mnist", "cifar10", "cifar100", "folder", "arrays"])
 def test_data_that_are_not_there(source: str, capsys: Capsys) -> None:
     found = refused(capsys, "run", write(Path()), f"data.source={source}", "data.path=nowhere")
@@ -582,6 +587,7 @@ def test_a_variation_of_what_there_is_not(vary: str, says: str, capsys: Capsys) 
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_unknown_methods_on_the_command_line(capsys: Capsys) -> None:
     assert "Did you mean 'fedavg'?" in refused(capsys, "run", write(Path()), "--method", "fedavgg")
     assert "Did you mean 'fedavg'?" in refused(

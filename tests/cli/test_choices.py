@@ -182,6 +182,7 @@ def test_several_variations_make_a_grid(capsys: Capsys) -> None:
     assert sorted(tuple(c["vary"].values()) for c in found) == pairs
 
 
+@pytest.mark.full
 def test_a_file_may_vary_several_fields() -> None:
     made = ExperimentConfig.parse(
         {**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]}

@@ -53,6 +53,7 @@ def test_list_shows_one_kind_or_one_entry_without_markup(capsys: Capsys) -> None
     assert refused(capsys, "list", "zzzz").endswith("`fedlowrank list` shows all.\n")
 
 
+@pytest.mark.full
 def test_list_names_everything(capsys: Capsys) -> None:
     out = done(capsys, "list")
     for known in (METHODS, MODELS, SOURCES, PARTITIONS, SPLITS):
@@ -197,7 +198,7 @@ def test_run(capsys: Capsys) -> None:
     assert RunRecord.load(Path("elsewhere/run")).config["run"]["seed"] == 4
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [

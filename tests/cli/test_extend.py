@@ -121,6 +121,7 @@ def test_from_python(tmp_path: Path) -> None:
         simulate("fedavg", fed, rounds=2, folder=tmp_path / "grown", resume=True)
 
 
+@pytest.mark.full
 def test_evaluations_keep_the_interval_of_the_first_plan(tmp_path: Path) -> None:
     """Else run.patience, which counts evaluations, would wait for more rounds after an extension than before."""
     fed, settings = federation(False), RunSettings(rounds=400)

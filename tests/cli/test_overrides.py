@@ -208,6 +208,7 @@ def test_a_variant_does_not_read_the_table_of_its_method(capsys: Capsys) -> None
     assert read("methods.far.mu=0.5", text=text).build_method("far").mu == 0.5  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [1, -1])
 def test_variations_join_the_overrides(order: int) -> None:
     file = Path(write(Path()))
@@ -242,6 +243,7 @@ def test_a_grid_that_names_a_field_twice() -> None:
         ExperimentConfig.parse({**tables, "tune": {"grid": grid}})
 
 
+@pytest.mark.full
 def test_a_setting_of_a_grid_is_laid_over_in_every_order() -> None:
     made = read()
     values: list[tuple[str, Any]] = [("optimizer.kind", "adamw"), ("optimizer.beta1", 0.5), ("epochs", 2)]

@@ -47,7 +47,7 @@ def forget() -> None:
     Path("imported").unlink()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [

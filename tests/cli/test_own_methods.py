@@ -125,6 +125,7 @@ def test_check_says_once_what_fails_every_check(capsys: Capsys, monkeypatch: pyt
     assert (out.count("FAILED"), out.count("no pair"), out.count("as above")) == (2, 1, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -37,6 +37,7 @@ def test_the_ten_lines_print_the_numbers_shown(capsys: pytest.CaptureFixture[str
     assert [float(a) for a in found] == pytest.approx([float(a) for a in expected], abs=2)
 
 
+@pytest.mark.full
 def test_its_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     commands = set(re.findall(r"^fedlowrank (\w+)", README, re.MULTILINE))
     assert commands >= {"compare", "tune", "resume", "run", "list"}

@@ -60,6 +60,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     assert "torch" in memory[-1]
 
 
+@pytest.mark.full
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "fedlowrank", "--version"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -23,6 +23,7 @@ def test_what_editors_add_changes_nothing(data: bytes) -> None:
     assert read_toml(Path("a.toml")) == tomllib.loads(SMALL)
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize(
     ("data", "says"),
     [

@@ -122,6 +122,7 @@ def test_an_optimum_at_the_edge_of_the_grid_is_named() -> None:
     assert find_edges(Setting("fedavg", {"optimizer.lr": 0.3, **others}), grid) == []
 
 
+@pytest.mark.full
 def test_the_grid_of_a_method_is_the_product_and_keeps_its_other_fields() -> None:
     made = ExperimentConfig.parse(
         {

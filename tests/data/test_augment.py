@@ -78,6 +78,7 @@ SHAPES = [(40, 3, 9, 9), (40, 1, 8, 11), (40, 2, 12, 7), (1, 3, 6, 6)]
 AUGMENTS = [Augment(True, 4), Augment(True, 2, 0.5), Augment(False, 3), Augment(True)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("shape", "augment"), list(zip(SHAPES, AUGMENTS, strict=True)), ids=str)
 def test_every_image_is_one_window_of_its_own_padded_self(shape: tuple[int, ...], augment: Augment) -> None:
     x = images(*shape)
@@ -89,7 +90,7 @@ def test_every_image_is_one_window_of_its_own_padded_self(shape: tuple[int, ...]
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @KINDS
 def test_all_windows_come_equally_often_and_one_says_nothing_of_the_next(augment: Augment) -> None:
     image = images(1, 2, 3, 4)
@@ -164,6 +165,7 @@ def test_batches_are_the_examples_of_their_order_changed_each_for_itself() -> No
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.full
 def test_the_order_is_drawn_as_ever_and_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     on, method = federation(), PFedLoRA(epochs=2, batch_size=8)
     for place, name in enumerate(("model", "adapter")):
@@ -181,6 +183,7 @@ def test_the_order_is_drawn_as_ever_and_once_a_pass(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 1 + 3
 
 
+@pytest.mark.full
 def test_rounds_clients_places_and_seeds_see_different_changes() -> None:
     # every example is the same image, so that what differs is the draw
     part: Any = Examples(images(1, 2, 8, 8).expand(24, -1, -1, -1), torch.zeros(24, dtype=torch.int64))
@@ -223,6 +226,7 @@ class Watched(FedAvg):
         return ClientModel(down, {"personal": infer})
 
 
+@pytest.mark.full
 def test_statistics_inference_and_the_count_of_operations_see_the_images_as_they_are() -> None:
     watched, records = [Watched(batch_size=8), Watched(batch_size=8)], []
     for method, augment in zip(watched, (BOTH, Augment()), strict=True):
@@ -299,6 +303,7 @@ def test_all_engines_and_a_resumed_run_agree(tmp_path: Path) -> None:
     assert gap(whole, run_of(method, "sequential", federation(Augment()))) > 1e-3
 
 
+@pytest.mark.full
 def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], feed.joined
     monkeypatch.setattr(feed, "joined", lambda batches: seen.append(list(batches)) or pad(batches))
@@ -320,6 +325,7 @@ TABLES: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 def test_an_experiment_file_augments() -> None:
     made = ExperimentConfig.parse({**TABLES, "augment": {"flip": True, "crop": 2, "fill": 1}})
     on = made.federation()

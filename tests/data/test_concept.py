@@ -32,6 +32,7 @@ def parts(data: ClientData) -> list[Examples]:
     return [data.train, data.val, data.test]
 
 
+@pytest.mark.full
 @given(st.integers(1, 9), st.sampled_from([1, 2, 4]))
 def test_all_parts_of_client_k_are_turned_as_cluster_k_mod_c(number: int, clusters: int) -> None:
     before = [client(k) for k in range(number)]
@@ -149,6 +150,7 @@ def load(folder, text: str, *overrides: str) -> ExperimentConfig:
     return ExperimentConfig.read(folder / "e.toml", overrides)
 
 
+@pytest.mark.full
 def test_a_federation_knows_its_clusters_and_holds_turned_digits(tmp_path) -> None:
     made = load(tmp_path, DIGITS)
     turned, plain = made.federation(), load(tmp_path, DIGITS, "concept.kind=none").federation()

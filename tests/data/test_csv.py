@@ -80,6 +80,7 @@ def test_a_test_file_is_encoded_as_the_training_file(path, tmp_path):
         Csv(path, "diagnosis", "hospital", test=str(test), missing="mean").load()
 
 
+@pytest.mark.full
 def test_real_labels_are_a_regression_and_parquet_is_the_same(tmp_path):
     frame = sklearn.datasets.load_diabetes(as_frame=True).frame
     frame.to_csv(tmp_path / "d.csv", index=False)

@@ -153,6 +153,7 @@ def client(train: int, test: int) -> dict[str, tuple[Tensor, Tensor]]:
     return {"train": (X[:train], Y[:train]), "test": (X[:test], Y[:test])}
 
 
+@pytest.mark.full
 def test_scores_that_are_not_finite_are_wrong_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     clients = [client(12, 2), client(12, 4), client(12, 1)]
     federation = Federation.from_arrays(clients, Spread())
@@ -167,6 +168,7 @@ def test_scores_that_are_not_finite_are_wrong_and_named_once(caplog: pytest.LogC
     assert "1 test example)" in found[0]
 
 
+@pytest.mark.full
 def test_a_reply_that_is_dropped_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     federation = Federation.from_arrays([client(12, 4), client(1, 4), client(12, 4)], Spread())
     with caplog.at_level(logging.WARNING):

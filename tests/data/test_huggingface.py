@@ -38,6 +38,7 @@ def pictures(n, size=(5, 4)):
     return datasets.Dataset.from_dict(rows, features=kinds), pixels
 
 
+@pytest.mark.full
 def test_images_saved_to_disk(tmp_path, load):
     train, pixels = pictures(6)
     test, _ = pictures(2)

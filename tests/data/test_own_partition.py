@@ -56,6 +56,7 @@ def sizes(made: ExperimentConfig) -> list[int]:
     return [len(d.train) + len(d.val) + len(d.test) for d in made.shares().data]
 
 
+@pytest.mark.full
 def test_a_file_names_the_function_and_its_options(own: str) -> None:
     made = ExperimentConfig.parse(tables(kind=f"{own}:blocks", clients=4))
     assert sizes(made) == [38, 38, 37, 37]

@@ -58,6 +58,7 @@ def test_equal_keys_give_equal_clients_and_others_do_not(name):
     assert_disjoint(first, len(LABELS), cover=name not in ("equal_dirichlet", "natural"))
 
 
+@pytest.mark.full
 @given(st.integers(1, 30), st.integers(30, 200), seeds)
 def test_iid_covers_with_sizes_that_differ_by_one(clients, n, seed):
     parts = Iid(clients).assign(np.zeros(n, dtype=np.int64), 1, Key((seed,)))
@@ -65,6 +66,7 @@ def test_iid_covers_with_sizes_that_differ_by_one(clients, n, seed):
     assert np.ptp([len(p) for p in parts]) <= 1
 
 
+@pytest.mark.full
 @given(st.integers(1, 5), st.floats(0.3, 2), st.integers(1, 180), seeds)
 def test_dirichlet_covers_and_respects_the_smallest_size(clients, alpha, min_size, seed):
     parts = Dirichlet(clients, alpha, min_size, max_redraws=2000).assign(LABELS, 10, Key((seed,)))
@@ -148,6 +150,7 @@ def test_extended_dirichlet_says_what_does_not_fit():
         ExtendedDirichlet(3, 2, 0.01, 60, 2).assign(balanced(4, 50), 4, KEY)
 
 
+@pytest.mark.full
 def test_pathological_weights_fill_their_range():
     labels = balanced(2, 2000)
     shares = []
@@ -195,6 +198,7 @@ def test_natural_follows_the_ids():
         parts(Natural(), ids=None)
 
 
+@pytest.mark.full
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), seeds)
 def test_label_groups_share_their_own_classes_alone(groups, width, more, seed):
     clients, classes = groups + more, groups * width

@@ -69,6 +69,7 @@ def test_images_come_out_bit_for_bit(shape: tuple[int, ...], how: Any) -> None:
     assert len({id(p.table) for p in made}) == 1
 
 
+@pytest.mark.full
 def test_a_table_has_a_row_for_each_channel_only_where_one_does_not_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

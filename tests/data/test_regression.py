@@ -168,6 +168,7 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
 # Synthetic regressions
 
 
+@pytest.mark.full
 def test_the_papers_sizes_and_the_seed() -> None:
     data = SyntheticLinear().load()
     # 10 clients · 0.25 · 30 = 7.5, half up
@@ -249,6 +250,7 @@ def load(folder: Any, *overrides: str) -> ExperimentConfig:
     return ExperimentConfig.read(folder / "e.toml", overrides)
 
 
+@pytest.mark.full
 def test_an_experiment_on_a_synthetic_regression_runs(tmp_path: Any) -> None:
     made = load(tmp_path)
     federation = made.federation()
@@ -288,6 +290,7 @@ def test_what_would_make_another_task_of_a_synthetic_source_is_refused(tmp_path:
 # The teacher
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_the_teachers_labels_need_an_update_of_its_rank(rank: int) -> None:
     data = LowRankTeacher(inputs=12, classes=9, rank=rank, examples=60_000, seed=3).load()

@@ -33,6 +33,7 @@ class FixedPartition:
         return self.parts
 
 
+@pytest.mark.full
 @given(st.integers(3, 60), st.integers(0, 1000))
 def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
     (client,) = make_clients(numbered(n, 0), Iid(1), LocalSplit(), Key((seed,)))

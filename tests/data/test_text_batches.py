@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ def test_every_example_is_in_one_batch(lengths: list[int], batch_size: int, seed
     assert sizes == [batch_size] * full + ([rest] if rest else [])
 
 
+@pytest.mark.full
 @given(lengths=st.lists(st.integers(0, 1000), min_size=2, max_size=200), seed=st.integers(0, 99))
 def test_within_a_window_the_batches_do_not_overlap_in_length(lengths: list[int], seed: int) -> None:
     # at most 50 batches of 4, one window: sorted by their shortest, no batch begins before another ends
@@ -51,6 +53,7 @@ def test_batches_are_narrow_in_random_order_and_drawn_from_the_generator() -> No
     assert max(int(b.max() - b.min()) for b in batches) > 2000
 
 
+@pytest.mark.full
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), width=st.integers(1, 45))
 def test_trim_cuts_padding_alone(lengths: list[int], width: int) -> None:
     lengths = [min(n, width) for n in lengths]

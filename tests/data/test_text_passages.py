@@ -16,6 +16,7 @@ from fedlowrank.data.text.passages import Lines, Speakers, passages
 from .making import write
 
 
+@pytest.mark.full
 @given(
     text=st.text(alphabet="ab \n\r\u2028é"),
     unit=st.sampled_from(["characters", "lines"]),

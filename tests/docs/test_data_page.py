@@ -28,6 +28,7 @@ def experiment(source: str) -> dict[str, object]:
     return tomllib.loads(text)
 
 
+@pytest.mark.full
 def test_the_python_code_and_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,6 +44,7 @@ def test_the_python_code_and_its_file(
     assert [len(c.train) + len(c.val) + len(c.test) for c in federation.clients] == [20, 20]
 
 
+@pytest.mark.full
 def test_the_own_partition_and_the_extended_dirichlet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

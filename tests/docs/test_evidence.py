@@ -65,6 +65,7 @@ def rows() -> tuple[pd.DataFrame, pd.DataFrame]:
     return pd.DataFrame(runs), pd.DataFrame(rounds)
 
 
+@pytest.mark.full
 def test_runs_are_summarized_by_round_and_series() -> None:
     found = evidence.summarize_runs(*rows()).set_index(["series", "round"])
     last = found.loc["personal", 3]
@@ -79,6 +80,7 @@ def test_runs_are_summarized_by_round_and_series() -> None:
     assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
 
 
+@pytest.mark.full
 def test_a_repeated_run_is_compared_in_every_round() -> None:
     committed = evidence.summarize_runs(*rows())
     other = committed.assign(seed=8)  # a run that is not repeated
@@ -184,7 +186,7 @@ def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
     return {int(row["seed"]): float(row["test"]) for row in own if int(row["round"]) == end}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ENTERED)
 def test_means_and_half_widths_are_the_textbooks(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
@@ -234,7 +236,7 @@ def intervals(name: str) -> set[str]:
     return {text.replace("-", "−") for text in found}
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENTERED)
 def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
@@ -285,7 +287,7 @@ def test_an_interval_of_two_claims_counts_once_in_the_correction() -> None:
     assert f"{len(keys)} different intervals" in (RESULTS / "index.md").read_text()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_an_experiment_follows_the_protocol(path: Path) -> None:
     made = ExperimentConfig.read(path)

@@ -75,6 +75,7 @@ def test_the_own_loss_is_the_one_that_is_minimized(tmp_path: Path, monkeypatch: 
     assert torch.allclose(result.personal(0)["weight"], net.weight - 0.5 * gradient, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_model_without_a_head_is_refused_with_what_to_type() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     clients = [(torch.randn(9, 3), torch.arange(9) % 2) for _ in range(2)]

@@ -132,6 +132,7 @@ def test_the_link_asks_no_host_while_a_page_is_read() -> None:
     assert "data-md-component" not in (DOCS / "theme" / "partials" / "source.html").read_text()
 
 
+@pytest.mark.full
 def test_the_reference_lists_names_that_exist() -> None:
     calls = [
         (node.args[0].value, node.args[1].value.split())

@@ -123,6 +123,7 @@ def test_the_commands_of_apfl_run(capsys: Capsys) -> None:
     assert rows[0] == rows[1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("folder")
 def test_the_experiment_file_names_settings_that_exist() -> None:
     (text,) = re.findall(r"```toml\n(.*?my_apfl.*?)```", PAGE.partition("### In two passes")[2], re.DOTALL)

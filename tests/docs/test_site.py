@@ -135,6 +135,7 @@ def test_a_notebook_runs_and_its_stored_outputs_are_those_of_now(path: Path, tmp
     assert sum(map(len, outputs(path))) >= 3
 
 
+@pytest.mark.full
 def test_a_page_of_a_method_has_what_the_package_and_the_results_say() -> None:
     pages = script("method_pages")
     text = pages.method_page("fedslr", FedSLR, pages.read_notes()["fedslr"])

@@ -52,6 +52,7 @@ def test_it_passes_the_battery_and_runs_from_the_command_line(
         assert "FAILED" not in printed
 
 
+@pytest.mark.full
 def test_the_python_example_runs_and_is_the_formula(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(USE, "tutorial", "exec"), {})
     assert 0 <= float(capsys.readouterr().out) <= 1

@@ -92,6 +92,7 @@ def test_processes_are_started_where_a_round_is_much_work(
     assert choose(FedAvg(epochs=epochs), on, 3, None)[0] is wanted
 
 
+@pytest.mark.full
 def test_the_choice_is_logged_and_gives_that_engine_s_result(caplog: pytest.LogCaptureFixture) -> None:
     method, model = FedAvg(optimizer=SGD(lr=0.1)), nn.Linear(4, 2)
     clients = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(6)]

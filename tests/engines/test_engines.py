@@ -283,7 +283,7 @@ class MixesLater(Plain):
         return view.train(loss, down, "local", self.optimizer)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "check", "says"),
     [
@@ -491,6 +491,7 @@ def test_requests_with_other_captured_values_are_not_merged() -> None:
     assert groups(Captures(), on) == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("batched")
 def test_equal_captured_values_are_merged() -> None:
     @dataclass(frozen=True)
@@ -520,6 +521,7 @@ def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
     assert gap(one, other) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("batched")
 def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
     @dataclass(frozen=True)
@@ -599,6 +601,7 @@ def test_named_inputs() -> None:
     assert on.fingerprint() == on.fingerprint()
 
 
+@pytest.mark.full
 def test_named_inputs_from_arrays() -> None:
     on = Federation.from_arrays([two_inputs(i) for i in range(3)], TwoInputs, classes=2)  # type: ignore[arg-type, misc]
     run = run_of(PFedLoRA(width=2, batch_size=5), "sequential", on)
@@ -629,6 +632,7 @@ def settles(count: int, seconds: float = 5.0) -> bool:
     return threading.active_count() <= count
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("after", [False, True], ids=["before training", "after training"])
 @pytest.mark.parametrize("engine", HERE)
 def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
@@ -731,6 +735,7 @@ def test_a_nan_stops_the_run(engine: str) -> None:
     assert settles(count)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_nan_can_be_dropped(engine: str) -> None:
     on = poisoned()
@@ -785,7 +790,7 @@ def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
 
 
 # without messages, with Factored ones, of unequal ranks, with masks as bits
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", HERE)
 @pytest.mark.parametrize("name", ["standalone", "fedkd", "fedhl", "fedspa"])
 def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
@@ -884,7 +889,7 @@ class Perceptron(nn.Module):
 standard.LAYERS |= {Perceptron}  # its forward pass is deterministic, so clients may be batched
 
 
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", LOCAL)
 def test_floating_point_operations_of_a_perceptron(engine: str) -> None:
     sizes = (20, 33, 8)

@@ -56,6 +56,7 @@ def test_a_default_that_is_spelled_out_changes_nothing() -> None:
     assert ExperimentConfig.parse(spelled).to_dict() == ExperimentConfig.parse({}).to_dict()
 
 
+@pytest.mark.full
 def test_one_other_field_is_another_experiment() -> None:
     made = ExperimentConfig.parse(TABLES)
     for section, fields in {"run": {"seed": 1}, "defaults": {"epochs": 2}, "data": {"keep": 0.5}}.items():
@@ -63,6 +64,7 @@ def test_one_other_field_is_another_experiment() -> None:
     assert made.overlay({}) == made
 
 
+@pytest.mark.full
 def test_what_is_laid_over_keeps_the_rest_unless_the_kind_changes() -> None:
     made = ExperimentConfig.parse(TABLES)
     assert made.overlay({"partition": {"clients": 3}}).partition == Dirichlet(3, 0.25)

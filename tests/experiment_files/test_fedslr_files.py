@@ -143,7 +143,7 @@ def test_these_are_all_the_files() -> None:
     assert set(runnable(FEDSLR)) == {p for stem in STEMS for p in (whole(stem), small(stem))}
 
 
-@pytest.mark.few(5)
+@pytest.mark.full
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_file_has_a_small_version(stem: str) -> None:
     large, little = loaded(whole(stem)), loaded(small(stem))
@@ -164,6 +164,7 @@ def test_every_file_has_a_small_version(stem: str) -> None:
     assert little.reference is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stem", MAIN)
 def test_table_1_and_2_show_the_numbers_of_the_paper(stem: str) -> None:
     column = stem.removeprefix("table1-")
@@ -179,7 +180,7 @@ def test_table_1_and_2_show_the_numbers_of_the_paper(stem: str) -> None:
     assert made.describe()["reference"]["label"].endswith(f", {title} {split}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("stem", SWEEPS)
 def test_every_value_reaches_the_method_and_has_its_own_numbers(stem: str) -> None:
     field, values, numbers = SWEEPS[stem]
@@ -205,6 +206,7 @@ def test_a_list_needs_a_number_for_every_value(stem: str) -> None:
         ExperimentConfig.parse(tables)
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
     made = loaded(whole(stem))
@@ -335,6 +337,7 @@ def run_briefly(made: ExperimentConfig, methods: list[str]) -> None:
         assert 0 <= result.mean_accuracy() <= 1
 
 
+@pytest.mark.full
 def test_tiny_imagenet_is_laid_out_as_its_file_says(tmp_path: Path) -> None:
     names = ("n01443537", "n01629819")
     for at, name in enumerate(names):

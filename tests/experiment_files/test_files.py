@@ -52,7 +52,7 @@ PROTOCOL = {"n10": (10, 1.0), "n50": (50, 0.2), "n100": (100, 0.1)}
 FIVE = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(18)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_file_loads(path: Path) -> None:
     made = loaded(path)
@@ -69,7 +69,7 @@ def test_every_file_loads(path: Path) -> None:
         assert callable(import_named(name, "model.names"))
 
 
-@pytest.mark.few(19)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_an_experiment_prints_a_file_that_makes_it_again(path: Path) -> None:
     made = loaded(path)
@@ -78,6 +78,7 @@ def test_an_experiment_prints_a_file_that_makes_it_again(path: Path) -> None:
     assert ExperimentConfig.parse(again) == made
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
 def test_every_table_and_figure_has_a_file_and_a_small_version(stem: str) -> None:
     whole, small = loaded(PFEDLORA / f"{stem}.toml"), loaded(PFEDLORA / "cpu" / f"{stem}.toml")
@@ -158,7 +159,7 @@ def test_figures_vary_what_the_paper_varies(stem: str) -> None:
     assert [parse_value(v) for v in text.partition("=")[2].split(",")] == wanted
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("path", [p for p in RUNNABLE if "vary" in read_tables(p)], ids=name_of)
 def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
     field = read_tables(path)["vary"].partition("=")[0]
@@ -178,7 +179,7 @@ def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
     assert seen == [parse_value(v) for v in read_tables(path)["vary"].partition("=")[2].split(",")]
 
 
-@pytest.mark.few(4)
+@pytest.mark.full
 @pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
 @pytest.mark.usefixtures("blank_images")
 def test_the_data_can_be_shared_out_for_every_value(stem: str) -> None:

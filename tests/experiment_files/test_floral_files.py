@@ -67,7 +67,7 @@ def whole(stem: str) -> Path:
     return FLORAL / f"{stem}.toml"
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 @pytest.mark.parametrize("task", TABLE_1)
 def test_table_1_in_the_protocol_of_the_paper(task: str, reduced: bool) -> None:
@@ -98,6 +98,7 @@ def test_table_1_in_the_protocol_of_the_paper(task: str, reduced: bool) -> None:
             assert method.precondition
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", DATA)
 @pytest.mark.parametrize("table", ABLATIONS)
 def test_ablations_show_the_numbers_of_the_paper(table: str, task: str) -> None:

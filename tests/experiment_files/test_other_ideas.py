@@ -20,6 +20,7 @@ def last_round(experiment: str, method: str, series: str, column: str) -> np.nda
     return np.array([float(r[column]) for r in rows if int(r["round"]) == end])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("experiment", "method", "series", "t", "line"),
     [

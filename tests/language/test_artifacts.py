@@ -119,6 +119,7 @@ def test_a_frozen_head_of_the_files_needs_not_travel(bert, tmp_path):
     assert torch.allclose(scores(PeftModel.from_pretrained(base, tmp_path / "a")), out, atol=1e-5)
 
 
+@pytest.mark.full
 def test_the_files_are_those_that_peft_writes(llama, tmp_path):
     _, model, factors, scale, _ = live(llama, targets=["v_proj", "q_proj"])
     write(tmp_path / "ours", model, factors, scale, "./a/base", "d" * 32, client=7, round=2)
@@ -145,6 +146,7 @@ def test_the_files_are_those_that_peft_writes(llama, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_revision_is_kept_and_a_regular_expression_too(llama, tmp_path):
     loaded = load_base(LanguageBase(str(llama)), (), KEY)
     config = lora_config({"r": 2, "target_modules": r".*\.v_proj", "revision": "v1.0"})
@@ -210,6 +212,7 @@ def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_pa
     assert torch.allclose(scores(merge_update(model, where, scaled, head)), out, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_delta_is_added_in_full_precision(llama):
     base = load_base(LanguageBase(str(llama), dtype="bfloat16"), (), KEY).model
     name = "model.layers.0.self_attn.v_proj"

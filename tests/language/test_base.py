@@ -49,6 +49,7 @@ def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
     torch.testing.assert_close(made["eager"](x).logits, made["sdpa"](x).logits)
 
 
+@pytest.mark.full
 def test_the_digest_is_a_hash_of_all_weights(llama):
     loaded = load_base(LanguageBase(str(llama)), (), KEY)
     made = hashlib.blake2b(digest_size=16)
@@ -70,6 +71,7 @@ def test_the_dtype_is_part_of_the_digest_and_names_and_shapes_are(llama):
     assert digest_weights(one) != digest_weights(other)
 
 
+@pytest.mark.full
 def test_a_new_head_comes_from_the_key_alone(bert):
     before = torch.random.get_rng_state()
     base = LanguageBase(str(bert), "classification")
@@ -84,6 +86,7 @@ def test_a_new_head_comes_from_the_key_alone(bert):
     assert "classifier) is new" in a.notes[0]
 
 
+@pytest.mark.full
 def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(llama):
     loaded = load_base(LanguageBase(str(llama), "classification"), CLASSES, KEY)
     assert loaded.head == ("score",)

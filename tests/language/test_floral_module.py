@@ -22,7 +22,7 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["llama", "gpt2"])
 def test_every_parameter_of_a_language_model_is_adapted(which: str, request: pytest.FixtureRequest) -> None:
     base = load(request.getfixturevalue(which))
@@ -52,6 +52,7 @@ def test_every_parameter_of_a_language_model_is_adapted(which: str, request: pyt
     assert all(torch.equal(t, before[n]) for n, t in base.state_dict().items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_of_transformers_is_refused(llama: Path, reentrant: bool) -> None:
     base = load(llama).train()

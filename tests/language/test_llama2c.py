@@ -127,6 +127,7 @@ def tokenizer(small):
     return AutoTokenizer.from_pretrained(small)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_random_model_gives_the_scores_of_the_format(tmp_path, tied):
     w = arrays(3, tied)
@@ -140,6 +141,7 @@ def test_a_random_model_gives_the_scores_of_the_format(tmp_path, tied):
     assert model.num_parameters() == sum(v.size for n, v in w.items() if n not in ("cos", "sin"))
 
 
+@pytest.mark.full
 def test_the_numbers_of_the_header_reach_the_config(small):
     config = AutoModelForCausalLM.from_pretrained(small).config
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (DIM, HIDDEN, LAYERS)
@@ -151,6 +153,7 @@ def test_the_numbers_of_the_header_reach_the_config(small):
     assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (LENGTH, 1, 2)
 
 
+@pytest.mark.full
 @given(
     st.one_of(
         st.text(max_size=12),

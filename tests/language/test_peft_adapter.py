@@ -104,6 +104,7 @@ def test_factors_of_any_rank_are_the_update_of_each_kind_of_layer(rank):
     assert torch.equal(model(X), Mixed()(X))
 
 
+@pytest.mark.full
 def test_what_a_new_slot_holds():
     bases = [(Mixed(), KEY), (Mixed(), KEY), (Mixed(), Key((4,)))]
     before = torch.random.get_rng_state()
@@ -258,6 +259,7 @@ def test_models_that_cannot_get_a_slot():
         attach_adapter(grouped, lora_config(ALL), KEY)
 
 
+@pytest.mark.full
 def test_a_half_precision_base_has_factors_in_full_precision(llama):
     base = load_base(LanguageBase(str(llama), dtype="bfloat16"), (), KEY).model
     model = attach_adapter(base, lora_config({"r": 2, "target_modules": ["v_proj"]}), KEY)

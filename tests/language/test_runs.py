@@ -291,6 +291,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_said(case: str, llama: Path, tmp_path: Path) -> None:
     wrong, said = WRONG[case]
@@ -303,6 +304,7 @@ def test_texts_need_a_language_model(tmp_path: Path) -> None:
         ExperimentConfig.parse({"data": {"source": "dolly", "path": "x"}})
 
 
+@pytest.mark.full
 def test_other_runs_have_no_adapter_folders(tmp_path: Path) -> None:
     made = ExperimentConfig.parse(
         {"name": "d", "method": "fedavg", "model": {"names": ["mlp"]}, "run": {"rounds": 1}}

@@ -200,6 +200,7 @@ def test_an_encoder_and_decoder_is_refused(tokenizer):
         complete_prompts(T5ForConditionalGeneration(config), tokenizer, ["the"], Decoding(3))
 
 
+@pytest.mark.full
 def test_the_space_between_prompt_and_text_is_kept():
     tokenizer, words = space_tokenizer()
     assert tokenizer.decode([4]) == "return"

@@ -66,6 +66,7 @@ def test_the_table_is_what_lm_eval_says():
             assert bool(found) == right, (text, answer, taken)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(
     st.integers(-(10**9), 10**9),

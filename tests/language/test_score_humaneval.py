@@ -28,7 +28,7 @@ def run(program, **limits):
     return run_program(program, ProgramLimits(**{"seconds": 20.0, **limits}))
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("completion", "outcome", "message"),
     [
@@ -148,6 +148,7 @@ def test_the_group_is_killed_where_nothing_contains_it(tmp_path, monkeypatch):
     assert not mark.exists()
 
 
+@pytest.mark.full
 def test_there_is_no_network_where_the_result_says_so():
     import socket
 
@@ -195,6 +196,7 @@ def test_a_program_that_cannot_start_is_no_failure_of_the_program(monkeypatch):
         run("x = 1")
 
 
+@pytest.mark.full
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(numbers):
     n, c, k = numbers

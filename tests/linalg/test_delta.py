@@ -457,6 +457,7 @@ def test_more_layers_than_fit_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(off(state[n], product(blocks[n][0][1])) for n in names) < 1e-14
 
 
+@pytest.mark.full
 def test_float32_holds_its_own_precision() -> None:
     rng = np.random.default_rng(12)
     for kind in ("exact", "capped", "dense"):

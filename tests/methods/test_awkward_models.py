@@ -82,6 +82,7 @@ def test_roles_come_from_shapes_and_never_from_names(name: str) -> None:
         assert bool((dense[key] != 0).all()), key
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])
 def test_batch_norm_is_no_matrix_and_its_statistics_are_the_client_s(name: str) -> None:
     def model() -> nn.Module:

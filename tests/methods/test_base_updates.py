@@ -46,6 +46,7 @@ def places(value: Any) -> set[int]:
     return {t.data_ptr() for _, t in tree.leaves(value)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
 def test_simulated_clients_hold_the_tensors_of_the_server(

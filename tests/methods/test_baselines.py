@@ -188,7 +188,7 @@ def test_fednova_refuses_steps_whose_weights_it_does_not_know(settings: Any, wor
 # -- FedBN ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("norm", "kept"), [(nn.BatchNorm1d, "batch"), (nn.BatchNorm1d, "all"), (nn.LayerNorm, "all")]
 )
@@ -245,7 +245,7 @@ def test_which_parameters_are_those_of_normalizations() -> None:
 # -- FedBABU -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["whole", "head", "body"])
 def test_fedbabu(part: Any, engine: type[Engine]) -> None:
     federation = alike()

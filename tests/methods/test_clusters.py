@@ -384,7 +384,7 @@ def test_a_frozen_local_adaptor_is_fedavg_and_none_is_sent() -> None:
 # -- Ensemble ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mixed", ["outputs", "weights"])
 @pytest.mark.parametrize("known", [None, KNOWN], ids=["learned", "optimal"])
 def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
@@ -424,7 +424,7 @@ def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
     return run
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
@@ -493,6 +493,7 @@ def test_a_newcomer_takes_em_steps_on_its_shares_alone(adapt: int) -> None:
     assert (abs(pi - 1 / 3).max() > 1e-3) == (adapt > 0)
 
 
+@pytest.mark.full
 def test_the_shares_of_examples_hold_while_the_models_move() -> None:
     # with one step a round or many, the weights of the examples are those of the models received
     federation = alike()
@@ -555,6 +556,7 @@ def test_an_impossible_component_stays_impossible_and_makes_no_nan() -> None:
 # -- IFCA ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["examples", "uniform"])
 def test_ifca(weights: str, engine: type[Engine]) -> None:
     federation = alike()

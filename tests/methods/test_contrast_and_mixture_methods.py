@@ -63,7 +63,7 @@ def local_model(run: Run, client: int) -> Any:
 # -- against NumPy -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mu", "temperature"), [(1.0, 0.5), (5.0, 0.2)])
 def test_moon(mu: float, temperature: float, engine: type[Engine]) -> None:
     run = run_of(MOON(mu=mu, temperature=temperature, **LOCAL), alike(), rounds=4, engine=engine, **SAMPLE)
@@ -75,6 +75,7 @@ def test_moon(mu: float, temperature: float, engine: type[Engine]) -> None:
     assert max(np.abs(a[0] - b[0]).max() for a, b in zip(net, plain, strict=True)) > 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_fedrod(gamma: float, engine: type[Engine]) -> None:
     assert all(ABSENT)
@@ -122,7 +123,7 @@ def check_shares(rounds: list[dict[int, list[list[np.ndarray]]]]) -> None:
     assert all(len(set(sets)) > 1 for sets in drawn.values())
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("eta", "upper"), [(1.0, 1), (20.0, 1), (20.0, 2)])
 def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
     method = FedALA(eta=eta, first_epochs=2, layers=None if upper == 1 else upper, **LOCAL)
@@ -148,7 +149,7 @@ def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
 # -- limits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9), AdamW(lr=0.01)])
 @pytest.mark.parametrize(
     "method",

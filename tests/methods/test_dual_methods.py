@@ -106,6 +106,7 @@ def test_feddyn(alpha: float, engine: type[Engine]) -> None:
         same(found, wanted)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lam", [0.1, 1.5])
 def test_ditto(lam: float, engine: type[Engine]) -> None:
     federation = alike()
@@ -170,7 +171,7 @@ def test_the_dual_of_the_server_is_the_mean_over_all_clients(participation: floa
     assert tree.dot(a.state.server.control, a.state.server.control) > 1e-4
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("make", [SCAFFOLD, FedDyn])
 def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(make: Any) -> None:
     run = run_of(make(**LOCAL), alike(**F32), rounds=10, steps=0, lost_replies=0.3, **SAMPLE)
@@ -258,6 +259,7 @@ def test_feddyn_keeps_the_sum_rule_of_its_server() -> None:
     same(server.model, {n: server.mean[n] - server.h[n] / 0.4 for n in server.h}, 1e-14)
 
 
+@pytest.mark.full
 def test_feddyn_shows_the_mean_of_the_last_replies_as_well_and_pays_for_it() -> None:
     run = run_of(FedDyn(evaluate="mean_of_clients", **LOCAL), alike(), **SAMPLE)
     plain = run_of(FedDyn(**LOCAL), alike(), **SAMPLE)
@@ -335,7 +337,7 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
 # -- Ditto ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, clip=0.5), AdamW(lr=0.01)])
 @pytest.mark.parametrize("lam", [0.0, 0.5])
 def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, optimizer: Any) -> None:
@@ -384,6 +386,7 @@ def test_the_global_model_of_apfl_is_that_of_fedavg_bit_for_bit(alpha: float, ad
     assert tree.equal(a.state.server, b.state.server)
 
 
+@pytest.mark.full
 def test_apfl_of_the_local_model_alone_is_standalone_bit_for_bit() -> None:
     a = run_of(APFL(alpha=1.0, adaptive=False, **LOCAL), alike(**F32), **SAMPLE)
     b = run_of(Standalone(**LOCAL), alike(**F32), **SAMPLE)

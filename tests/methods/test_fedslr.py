@@ -58,7 +58,7 @@ def unlike_zero(values) -> bool:
 # Golden values
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("efficient", [True, False])
 @pytest.mark.parametrize(
     ("options", "flags"),
@@ -165,6 +165,7 @@ def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> N
         assert float(p.abs().max()) > 1e-3
 
 
+@pytest.mark.full
 def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -197,6 +198,7 @@ def test_names_to_exclude_are_exact() -> None:
 # Messages
 
 
+@pytest.mark.full
 def test_the_download_carries_factors_and_they_are_the_model() -> None:
     run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=3)
     down = run.method.download(run.state.server, run.federation.infos[0])
@@ -219,6 +221,7 @@ def test_of_many_ranks_the_weight_itself_travels() -> None:
     assert all(torch.is_tensor(p) for p in down.values())
 
 
+@pytest.mark.full
 def test_a_sparse_global_model_travels_as_its_entries() -> None:
     run = run_of(FedSLR(**LOCAL, lam=0.02, eta_g=5.0, shared="sparse"), alike(torch.float32), rounds=3)
     down = run.method.download(run.state.server, run.federation.infos[0])

@@ -591,6 +591,7 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     assert float(thetas[1].abs().max()) > 1e-4
 
 
+@pytest.mark.full
 def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
     # the mean of equal values is that value up to rounding, which Adam would make a full step of
     method = FederatedFloral(

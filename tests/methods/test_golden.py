@@ -123,6 +123,7 @@ def test_lg_fedavg(engine: type[Engine]) -> None:
     same([layers(s) for s in states(run)], bodies)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gamma", [1.0, 0.4])
 def test_fd(gamma: float, engine: type[Engine]) -> None:
     federation = unlike(deep_width=7)
@@ -141,6 +142,7 @@ def test_fd(gamma: float, engine: type[Engine]) -> None:
         same(down.mean[down.known], np.stack([targets[j] for j in sorted(targets)]))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("lam", "weights"), [(1.0, "examples"), (0.3, "uniform")])
 def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
     federation = unlike()
@@ -155,7 +157,7 @@ def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
         assert state.own.nonzero()[:, 0].tolist() == sorted(set(train_data(federation)[k][1].tolist()))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("relu", "mu", "make"), [(False, 0.7, unlike), (True, 0.5, unlike), (True, 0.9, alike)]
 )
@@ -175,6 +177,7 @@ def test_pfedlora(relu: bool, mu: float, make, engine: type[Engine]) -> None:
     same([layers(s) for s in states(run)], nets)
 
 
+@pytest.mark.full
 def test_pfedlora_trains_the_adapter_with_the_optimizer_of_the_model_unless_told_otherwise(
     engine: type[Engine],
 ) -> None:

@@ -64,7 +64,7 @@ def assert_bits(a: Any, b: Any) -> None:
 # -- limits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )
@@ -188,7 +188,7 @@ def comparable(name: str, server: Any) -> Any:
     return server
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_changes_every_parameter_of_the_personal_model(name: str) -> None:
     federation = federation_for(name, **F32)
@@ -259,7 +259,7 @@ def lone_upload(method: Any, run: Any, client: int) -> Any:
 
 # one method for each kind of pass: plain, proximal, two passes, a prox on spectra, masks, mixtures, factors,
 # distillation
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )
@@ -282,6 +282,7 @@ def test_clients_at_once_are_trained_as_one_after_another(name: str, optimizer) 
         tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8), *servers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["standalone", "fedavg"])
 def test_runs_of_one_seed_are_equal_and_of_two_seeds_differ(name: str) -> None:
     a, b, c = (

@@ -54,7 +54,7 @@ def dtypes(value: Any) -> set[torch.dtype]:
     return {t.dtype for _, t in tree.leaves(value)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "dtype", "wire"),
     [
@@ -100,7 +100,7 @@ class TwoTypes(nn.Module):
         return scores
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("types", list(itertools.permutations((torch.bfloat16, torch.float32))), ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, LocalAdaptor])

@@ -255,7 +255,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
 # -- scales --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
 def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
     held = add_lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)
@@ -281,6 +281,7 @@ def test_alpha_falls_by_the_rank_or_by_its_root(rslora: bool, at_two: float) -> 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, HetLoRA])
 def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
     run = run_of(kind(tuning=Tuning(rank=2), **LOCAL), federation(), rounds=2, **QUIET)

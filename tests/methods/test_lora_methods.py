@@ -120,6 +120,7 @@ def go(method: Method[Any, Any, Any, Any], engine: type[Engine], ranks: Sequence
 # -- factors averaged ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [FedIT, FFALoRA])
 def test_means_of_factors(kind: Any, engine: type[Engine]) -> None:
     run = go(kind(tuning=TUNING, **LOCAL), engine, EQUAL)
@@ -207,12 +208,14 @@ def updates_are(run: Run, ws: list[Array], net: Layers, ranks: Sequence[int], at
         predicts(run, k, reference.added(net, ws), atol, "server")
 
 
+@pytest.mark.full
 def test_flexlora(engine: type[Engine]) -> None:
     run = go(FlexLoRA(tuning=TUNING, **LOCAL), engine, RANKS)
     ws, net = reference.flexlora(setting_of(run))
     updates_are(run, ws, net, RANKS, close(engine))
 
 
+@pytest.mark.full
 def test_fedhl(engine: type[Engine]) -> None:
     run = go(FedHL(tuning=TUNING, **LOCAL), engine, RANKS)
     ws, net, history = reference.fedhl(setting_of(run))
@@ -235,7 +238,7 @@ def test_fedhl(engine: type[Engine]) -> None:
     assert np.ptp(history[-1][0]) > 0.01
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["B", "A", "sqrt"])
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA])
 def test_which_factor_takes_the_singular_values(kind: Any, split: Any) -> None:
@@ -245,7 +248,7 @@ def test_which_factor_takes_the_singular_values(kind: Any, split: Any) -> None:
     updates_are(run, ws, net, RANKS, 1e-9)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "weighing",
     [
@@ -272,7 +275,7 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
     assert np.abs(np.array(history[-1]) - np.array(usual[-1])).max() > 1e-3
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "form",
     [DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=12), DeltaForm("auto")],

@@ -137,6 +137,7 @@ def test_a_rank_may_equal_a_dimension_of_a_layer(kind: Any) -> None:
         updates_are(run, ws, net, ranks, 1e-9)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", MIXED, ids=lambda k: k.title)
 def test_the_server_holds_the_clients_own_scales(kind: Any) -> None:
     # of scale 2, 1, 2/3 and 1/2: α/r with ranks that differ, and a server padded to rank 4
@@ -183,7 +184,7 @@ def test_a_client_of_full_rank_receives_w_itself(kind: Any) -> None:
         assert float((2 / 9 * sent[n].dense() - w).norm() / w.norm()) < 1e-14
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
 @pytest.mark.parametrize("keep", ["merged", "stacked"])
 def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) -> None:
@@ -241,7 +242,7 @@ class Infinite(Spoiled):
     value = float("-inf")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [(FedIT, Infinite), *((kind, Spoiled) for kind in MIXED + SAME)],
@@ -323,7 +324,7 @@ def numbers(kind: Any, rank: int) -> int:
     return sum({FFALoRA: d, FedSALoRA: k}.get(kind, d + k) * rank for d, k in SHAPES)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @every
 @pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
 def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:

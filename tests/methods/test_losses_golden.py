@@ -57,7 +57,7 @@ def smoothed_cross_entropy(scores: Any, y: Any) -> float:
     return float(-(smoothed(y, scores.shape[1]) * np.log(reference.softmax(scores))).sum(1).mean())
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("module", "name", "arguments"), CASES, ids=[name for _, name, _ in CASES])
 def test_a_method_minimizes_the_loss_of_the_task(
     module: ModuleType, name: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,7 @@ def personal_of(run: Run, client: int, round: int | None = None) -> Any:
 # -- against NumPy -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["uniform", "examples"])
 def test_per_fedavg_of_first_order(weights: str, engine: type[Engine]) -> None:
     federation = alike()
@@ -231,6 +231,7 @@ def predictors(run: Run, client: int) -> Any:
         ).predictors
 
 
+@pytest.mark.few(1)
 def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine: type[Engine]) -> None:
     federation = alike()
     run = run_of(PerFedAvg(alpha=0.4, **LOCAL), federation, engine=engine, rounds=4, steps=2, **SAMPLE)
@@ -310,6 +311,7 @@ def test_how_long_fedrep_trains_the_body_does_not_touch_the_head() -> None:
     assert not tree.equal(short.state.server, long.state.server)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [FedRep, FedPer])
 def test_only_the_body_crosses_in_both_directions(make) -> None:
     run = run_of(make(**LOCAL), alike(**F32), steps=1)
@@ -431,7 +433,7 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
         torch.testing.assert_close(u, down[n] - trained, rtol=0, atol=1e-15)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
 @pytest.mark.parametrize("engine_", [Sequential, Vectorized])
 def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_: type[Engine]) -> None:

@@ -189,6 +189,7 @@ def after_one_step(method: FML) -> tuple[Any, Any]:
     return run.state.server, run.state.clients
 
 
+@pytest.mark.full
 def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
     found = [after_one_step(FML(alpha=0.5, beta=b, meme="small", **ONE_STEP)) for b in (0.0, 0.4, 1.0)]
     for server, clients in found[1:]:
@@ -427,6 +428,7 @@ def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
     assert all(torch.isfinite(t).all() for s in run.state.clients.values() for t in s.values())
 
 
+@pytest.mark.full
 def test_fd_leaves_out_the_clients_own_outputs() -> None:
     federation = unlike()
     run = run_of(FD(**LOCAL), federation)

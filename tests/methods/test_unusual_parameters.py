@@ -98,7 +98,7 @@ METHODS_ON_ROWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", METHODS_ON_ROWS)
 def test_a_sparse_embedding_is_trained_as_a_dense_one(name: str) -> None:
     """The gradient's form says nothing of its value; ``micro_batch`` adds up several."""
@@ -160,7 +160,7 @@ def test_complex_parameters_in_every_engine(settings: dict[str, Any]) -> None:
 
 
 # an own code path for the type of a parameter each
-@pytest.mark.few(12)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("kind", ["complex", "empty", "mixed"])
 @pytest.mark.parametrize(
     "name",

@@ -211,6 +211,7 @@ def test_the_same_model_in_another_type_is_named(tmp_path: Path) -> None:
         simulate("fedavg", other, rounds=2, folder=tmp_path / "run", resume=True)
 
 
+@pytest.mark.full
 def test_an_own_module_resumes_in_its_own_process_and_with_its_own_federation(tmp_path: Path) -> None:
     same = federation(lambda: Own(torch.tanh, 0.5))
     simulate("fedavg", same, rounds=1, folder=tmp_path / "run")

@@ -105,7 +105,7 @@ def test_sites_of_adapters_are_the_base_itself() -> None:
         assert held.data_ptr() == dict(module.named_parameters())[name].data_ptr()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*KINDS, "fedprox"])
 def test_training_neither_changes_nor_sends_them(name: str) -> None:
     on = federation()
@@ -135,6 +135,7 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
     torch.testing.assert_close(model.apply(personal, x), own(x), rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "ditto"])
 def test_clients_at_once_share_them(name: str) -> None:
     ends = []
@@ -148,6 +149,7 @@ def test_clients_at_once_share_them(name: str) -> None:
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), *ends)
 
 
+@pytest.mark.full
 def test_fedavg_of_a_frozen_base_is_fedavg_of_what_is_after_it() -> None:
     on = federation()
     module = next(iter(on.architectures.values())).module

@@ -134,6 +134,7 @@ def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tm
             ClientRuntime(folder)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
     made: ExperimentConfig, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -
 # -- its answers
 
 
+@pytest.mark.full
 def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
     carrier = LocalTransport({101: folder})
     with carrier.world():
@@ -310,6 +312,7 @@ def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path)
     assert done.is_set()
 
 
+@pytest.mark.full
 def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
     answer(run, folder)
     run.step()

@@ -72,6 +72,7 @@ def test_the_folder_holds_what_it_says_and_keeps_secrets_from_others(folder: Pat
     }
 
 
+@pytest.mark.full
 def test_a_client_believes_the_server_under_each_of_its_names_and_no_other(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -196,6 +196,7 @@ def test_attacks_and_secure_sums_are_for_simulations(tmp_path: Path) -> None:
             ran(small("fedavg", run=settings), tmp_path / next(iter(settings)))
 
 
+@pytest.mark.full
 def test_server_and_clients_must_agree_on_the_protection(tmp_path: Path) -> None:
     made, other = small("fedavg", run=PRIVATE), small("fedavg", run={**PRIVATE, "clipping": {"norm": 9.0}})
     carrier = local(made, tmp_path)

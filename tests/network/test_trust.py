@@ -102,7 +102,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 # -- no honest reply is refused
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_default_settings(name: str) -> None:
     method = made(name)
@@ -110,7 +110,7 @@ def test_every_method_with_its_default_settings(name: str) -> None:
     assert len(found.uploads) == 12
 
 
-@pytest.mark.few(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_models_in_float64_with_adamw(name: str) -> None:
     optimizer: Any = (
@@ -293,7 +293,7 @@ def texts() -> Federation:
     return Federation(data, infos, {"m": Architecture("m", Header(), example)}, ())
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("data", [regression, images, texts])
 @pytest.mark.parametrize("name", KINDS)
 def test_methods_of_each_kind_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:

@@ -25,7 +25,7 @@ from .trust_cases import CASES, at, judged, outline, paths, put, situation
 names = st.sampled_from(sorted(CASES))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_honest_passes(name: str) -> None:
     s = situation(name)

@@ -268,6 +268,7 @@ HAND_MADE: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("what", HAND_MADE)
 def test_messages_made_by_hand_are_refused(what: str) -> None:
     for name in CASES:

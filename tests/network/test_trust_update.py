@@ -40,7 +40,7 @@ def lies(name: str) -> Iterator[Any]:
         yield tree.map(lambda t, b=bit: torch.full_like(t, b) if t.dtype == torch.bool else t, upload)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_lies_of_the_right_form_never_make_a_state_that_is_not_finite(name: str) -> None:
     s = situation(name)

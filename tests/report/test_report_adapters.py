@@ -113,6 +113,7 @@ class TestByRank:
         ]  # fmt: skip
         assert tables[1].rows == (("8", "1", "60.00"), ("1", "1", "20.00"))
 
+    @pytest.mark.full
     def test_where_a_method_has_no_client_of_a_rank(self, make_run):
         a = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         b = make_run("b", rounds=rounds_of([[0.5, 0.3]]), clients=people(1, 1))
@@ -190,6 +191,7 @@ class TestReplies:
         assert low_rank.reply_values(RunStatistics(odd), "weights").to_dict() == {2: {0: 0.5}}
         assert low_rank.reply_values(RunStatistics(odd), "truncation").empty
 
+    @pytest.mark.full
     def test_lines_by_client_colored_by_rank(self, make_run):
         run = make_run("a", rounds=observing(*self.EACH), clients=people(8, 2, 2, 1))
         (picture,) = drawn.plot_replies(group_runs([run]))
@@ -260,6 +262,7 @@ class TestServer:
         assert "a 12" in picture.alt
         assert "a 11 to 13" in picture.caption
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize("ranks", [(), ({"a": 4}, {"a": 2}), ({"a": 0}, {"a": 0})])
     def test_no_rank_to_show(self, make_run, ranks):
         run = make_run("a", rounds=observing({}, {}, ranks=ranks))
@@ -305,6 +308,7 @@ class TestServer:
 
 
 class TestLanguage:
+    @pytest.mark.full
     @settings(deadline=None)
     @given(st.lists(st.floats(0, 20), min_size=1, max_size=20))
     def test_perplexity_is_the_geometric_mean_of_the_clients(self, losses):
@@ -312,6 +316,7 @@ class TestLanguage:
             stats.gmean(np.exp(losses))
         )
 
+    @pytest.mark.full
     def test_columns(self, make_run):
         last, server = [math.log(8), math.log(2)], [math.log(2), math.log(2)]
         runs = [make_run("a", rounds=texts_of([[3.0, 3.0], last], [[3.0, 3.0], server]), **LANGUAGE)]

@@ -37,6 +37,7 @@ def test_one_curve_and_one_band_a_method(eight):
         assert group.label in picture.alt
 
 
+@pytest.mark.full
 def test_curve_is_over_shared_rounds(make_run):
     short = make_run("a", 0, rounds=rounds_of([[0.1], [0.3]]), run={"rounds": 2})
     long = make_run("a", 1, rounds=rounds_of([[0.2], [0.5], [0.9]]))

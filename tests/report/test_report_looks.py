@@ -26,6 +26,7 @@ def test_looks_do_not_depend_on_the_order_of_the_runs(make_run):
     assert len(set(one.values())) == 5
 
 
+@pytest.mark.full
 def test_runs_come_in_the_order_of_their_experiment(make_run):
     made = {"compare": ["fedproto", "pfedlora", "fedavg"]}
     runs = [

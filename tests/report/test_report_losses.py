@@ -80,6 +80,7 @@ class TestBesideAccuracy:
         assert "a 1.500" in picture.alt
         assert draw(figures.plot_loss, make_run("old")) is None
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize(
         ("ends", "scale"),
         [((1.0, 0.011), "linear"), ((1.0, 0.009), "log"), ((1.0, 0.0), "linear"), ((1.0, -0.001), "linear")],
@@ -101,6 +102,7 @@ class TestBesideAccuracy:
 
 
 class TestInsteadOfAccuracy:
+    @pytest.mark.full
     def test_statistics_by_hand(self, make_run):
         test = [[9.0, 9.0], [3.0, 1.0], [0.5, 1.5], [1.0, 5.0]]
         rows = regression_of(test)
@@ -147,6 +149,7 @@ class TestInsteadOfAccuracy:
         assert legend_of(picture) == ["a", "a: global"]
         assert lines(picture)[1].get_ydata().tolist() == [3.0, 3.0]
 
+    @pytest.mark.full
     def test_a_target_accuracy_is_no_matter(self, make_run):
         runs = regressions(make_run, 1.0)
         assert target_of(runs, 0.9).value is target_of(runs).value is None
@@ -281,6 +284,7 @@ class TestUnseen:
         )  # all clients gain alike: a median without a shape around it
         assert "4 of the clients never train" in describe_setting(group_runs(runs))
 
+    @pytest.mark.full
     def test_old_and_new_runs_are_of_one_setting(self, make_run):
         groups = group_runs(
             [make_run("a", 0), make_run("a", 1, run={"unseen": 0.0}), make_run("a", 2, run={"unseen": 0.5})]

@@ -61,6 +61,7 @@ class TestFurtherSeries:
         assert legend_of(picture) == [f"m{i}" for i in range(8)]
         assert "Thin lines" not in picture.caption
 
+    @pytest.mark.full
     def test_one_evaluation_is_a_point(self, make_run):
         picture = draw(figures.plot_accuracy, make_run("a", rounds=two_series([0.5], [0.3])))
         assert all(line.get_marker() == "o" for line in picture.figure.axes[0].lines)
@@ -75,6 +76,7 @@ class TestFurtherSeries:
 
 
 class TestRanks:
+    @pytest.mark.full
     def test_panel_by_hand(self, make_run):
         ranks = [
             (
@@ -138,6 +140,7 @@ class TestRanks:
         lowest = [axes for axes in picture.figure.axes if axes.get_visible() and axes.get_xlabel()]
         assert [axes.get_title("left")[:6] for axes in lowest] == ["layer1"]  # the panel below it is empty
 
+    @pytest.mark.full
     def test_long_runs_are_thinned_out_but_keep_their_ends(self, make_run):
         run = make_run("m", rounds=ranked(*({"a": 1000 - t} for t in range(301))))
         line = draw(rank_figures.plot_ranks, run).figure.axes[0].lines[0]

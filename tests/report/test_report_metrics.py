@@ -21,6 +21,7 @@ def with_metrics(values, series="personal"):
     return rows
 
 
+@pytest.mark.full
 def test_mean_over_clients_and_interval_over_seeds(make_run):
     people = in_clusters([None] * 3, unseen=[2])
     seeds = [with_metrics([0.4, 0.6, 99.0]), with_metrics([0.8, None, 99.0], "global")]
@@ -43,5 +44,6 @@ def test_a_seed_that_diverged_is_not_left_out(make_run):
     assert rows_of(table)[0]["metric_macro_f1"] is None
 
 
+@pytest.mark.full
 def test_no_table_without_metrics(make_run):
     assert "metrics" not in comparison([make_run()]).blocks

@@ -80,6 +80,7 @@ class TestRelative:
             np.quantile(100 * np.linspace(0, 1, 21)[:20] - 50, [0.25, 0.75]).tolist()
         )
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize(
         ("names", "reference"),
         [(("b", "fedavg", "standalone"), "fedavg"), (("b", "standalone"), "standalone"), (("b", "c"), "b")],
@@ -103,6 +104,7 @@ class TestRelative:
         ]
         assert [medians(picture) for picture in drawn] == [{0: pytest.approx(30)}] * 2
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("base", "rows", "gains"),
         [
@@ -177,6 +179,7 @@ class TestSize:
         assert near.figure.axes[0].get_xlim()[0] >= 0
         assert far.figure.axes[0].get_xscale() == "log"
 
+    @pytest.mark.full
     def test_none_where_sizes_do_not_differ(self, make_run):
         assert draw(SIZE, make_run("a", rounds=two_series([0.5], [0.4], (50, 50)))) is None
         mixed = [make_run("a", rounds=two_series([0.5], [math.nan], (60, 50))), make_run("old")]

@@ -203,6 +203,7 @@ def shades(axes):
 
 
 class TestHeatMap:
+    @pytest.mark.full
     def test_every_cell_by_true_cluster_then_number(self, make_run):
         truth = [1, 0, None, 1, 0]
         shares = [[0.25, 0.75], [1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.875, 0.125]]

@@ -78,6 +78,7 @@ def test_holm_by_hand():
     assert math.isnan(got[1])
 
 
+@pytest.mark.full
 def test_seeds_are_paired_by_number_and_clients_by_identifier(make_run):
     one = [make_run("a", s, rounds=rounds_of([[0.5, 0.6 + s / 10]])) for s in (2, 0, 1)]
     other = [make_run("b", s, rounds=rounds_of([[0.4, None if s == 1 else 0.3]])) for s in (0, 1, 5)]

@@ -84,6 +84,7 @@ def test_weights_without_a_course_are_left_out(make_run):
     assert last_ranks(group_runs([make_run("a")])[0]) == {}
 
 
+@pytest.mark.full
 def test_downlink_is_for_each_participant(make_run):
     rows = rounds_of([[0.1] * 4, [0.2] * 4, [0.3] * 4, [0.4] * 4])
     rows[2]["participants"], rows[3]["participants"] = [1], []
@@ -171,6 +172,7 @@ def test_a_paper_may_name_the_headline_too(make_run):
     assert "reference_percent.gkr" not in row
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", [None, "n/a", True, math.nan, [1.0]])
 def test_what_is_no_number_is_no_reference(make_run, value):
     reference = {

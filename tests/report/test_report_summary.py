@@ -93,6 +93,7 @@ def test_weights_follow_client_ids(make_run):
     assert got["last_weighted"] == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
 
 
+@pytest.mark.full
 def test_to_target_by_hand(make_run):
     # Round 3 is not evaluated, but its costs are spent before round 4 reaches the target.
     run = RunStatistics(
@@ -232,6 +233,7 @@ def test_a_method_that_fails_does_not_pull_the_target_below_chance(make_run):
     assert target_of(runs).value == 0.52
 
 
+@pytest.mark.full
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
 def test_interval_is_student_t(values):
     got = estimate(values)
@@ -248,6 +250,7 @@ def test_one_seed_has_no_interval():
     assert estimate([math.nan]) is None
 
 
+@pytest.mark.full
 def test_groups_are_seeds_of_one_setting(make_run):
     runs = [make_run(m, s, rounds=simple([[0.1 * s + 0.1]])) for m in "ab" for s in (0, 1)]
     runs.append(make_run("a", 0, rounds=simple([[0.9]]), fields={"mu": 0.5}))

@@ -86,6 +86,7 @@ def test_unfinished_runs_say_so(make_run, tmp_path):
         assert "stopped at round 12" in written
 
 
+@pytest.mark.full
 def test_names_cannot_break_out(make_run):
     name = "<script>|[red]x[/red]|*_`$y$"
     table = comparison([make_run("a", title=name)])

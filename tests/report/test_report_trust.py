@@ -53,6 +53,7 @@ def said(run):
 
 
 class TestSetting:
+    @pytest.mark.few(5)
     @pytest.mark.parametrize(
         ("tables", "expected"),
         [
@@ -73,12 +74,14 @@ class TestSetting:
         assert expected in text
         assert len(text.split(". ")) - len(plain.split(". ")) == ("sampling" not in tables)
 
+    @pytest.mark.full
     def test_says_nothing_of_defaults_and_of_runs_that_know_none_of_it(self, make_run):
         assert said(make_run("a")) == said(make_run("a", run=OFF))
         assert not re.search(
             "clip|compress|privacy|hostile|secure|server|Poisson", said(make_run("a", run=OFF))
         )
 
+    @pytest.mark.full
     def test_noise_is_that_of_the_record_where_it_followed_from_the_budget(self, make_run):
         found = {**PRIVATE, "noise": None, "epsilon": 8.0}
         text = said(make_run("a", rounds=private([0.0, 1.0], noise=0.75), run=trusting(privacy=found)))
@@ -87,6 +90,7 @@ class TestSetting:
         text = said(make_run("a", rounds=rounds_of([[0.1]]), run=trusting(privacy=found)))
         assert "central: budget ε = 8, δ = 0.0001;" in text
 
+    @pytest.mark.few(19)
     @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
     @pytest.mark.parametrize("participation", [0.01, 0.5, 0.8, 0.9, 1.0])
     @pytest.mark.parametrize("unseen", [0.0, 0.5, 0.75])
@@ -163,6 +167,7 @@ class TestPrivacy:
         assert cells(table, "trust", "ε") == ["2.5", "–"]
         assert "2.5" in text_of(table)
 
+    @pytest.mark.full
     def test_a_clipping_norm_that_follows_is_drawn(self, make_run):
         rows = observing(rounds_of([[0.1]] * 3), clipping=[{"norm": c} for c in (0.5, 0.25, 0.375)])
         picture = draw(trust_figures.plot_clipping_norm, make_run("a", rounds=rows), make_run("b"))
@@ -207,6 +212,7 @@ class TestAttack:
         )
         assert row["accuracy_honest"] is None
 
+    @pytest.mark.full
     def test_success_of_a_backdoor_is_that_of_the_last_evaluation(self, make_run):
         rates = [{"success": 0.1}, {"success": 0.75}, None]
         first = observing(rounds_of([[0.5]] * 3), backdoor=rates)

@@ -89,7 +89,7 @@ def test_evaluations_count_and_not_rounds() -> None:
     assert run(on_round=EarlyStopping(1), evaluate_every=2).rounds[-1].round == 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("crash", [1, 4, 6])
 @pytest.mark.usefixtures("by_curve")
 def test_an_interrupted_run_ends_in_the_same_round(crash: int, tmp_path: Path) -> None:

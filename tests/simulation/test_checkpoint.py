@@ -50,7 +50,7 @@ def assert_is(folder: Path, t: int) -> None:
     assert all(tree.equal(found.clients[c], wanted[c]) for c in wanted)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])
 def test_the_last_checkpoints_are_kept_and_each_can_be_gone_back_to(tmp_path: Path, keep: int) -> None:
     rounds = list(range(max(0, 6 - keep), 6))

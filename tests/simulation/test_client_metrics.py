@@ -187,6 +187,7 @@ def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
     assert stored == [whole.rounds[-1].metrics["ece"]["personal"]["test"][i] for i in evaluated]  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_more_metrics_in_a_resumed_run(tmp_path: Path) -> None:
     simulate("fedavg", federation(), rounds=1, folder=tmp_path / "run")
     more = simulate("fedavg", federation(), rounds=2, folder=tmp_path / "run", resume=True, metrics=["ece"])

@@ -63,6 +63,7 @@ def taken(on: Federation) -> tuple[list[int], int]:
     return [record.flops * 40 // 60, record.flops * 20 // 60], record.bytes_up // 2
 
 
+@pytest.mark.full
 def test_seconds_by_hand() -> None:
     on = federation(40, 20)
     (first, second), size = taken(on)
@@ -112,6 +113,7 @@ def test_a_deadline_loses_exactly_the_slow() -> None:
     assert run(on, dataclasses.replace(devices, deadline=took)).rounds[1].lost == {}
 
 
+@pytest.mark.full
 def test_clients_drop_out_by_their_probability() -> None:
     rates, rounds = (0.9, 0.5, 1.0, 0.2), 2000
     clock = DeviceClock(Devices(availability=rates), 8, Key((3,)))
@@ -130,7 +132,7 @@ def test_clients_drop_out_by_their_probability() -> None:
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vectorized", "processes", "wire"])
 def test_engines_simulate_the_same(engine: str) -> None:
     on = federation(20, 20, 40, 30, 60, 10)

@@ -163,6 +163,7 @@ def test_a_module_that_mixes_the_examples_of_a_batch_is_evaluated_client_by_clie
     compare(result.rounds[-1], "personal", "test", expected)
 
 
+@pytest.mark.full
 def test_a_module_that_draws_random_numbers_sees_the_draws_of_each_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -234,6 +235,7 @@ def test_of_more_than_a_thousand_clients_five_hundred_are_evaluated() -> None:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("participation", "rounds", "interval"), [(1.0, 400, 2), (0.1, 400, 8), (0.1, 100, 2)]
 )

@@ -80,6 +80,7 @@ def test_any_error_ends_the_status_running(tmp_path: Path) -> None:
     assert "ZeroDivisionError: in the user's own function" in found["message"]
 
 
+@pytest.mark.full
 def test_a_status_that_could_not_be_written_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

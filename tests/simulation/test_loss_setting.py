@@ -453,6 +453,7 @@ def test_a_function_is_named_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         ExperimentConfig.parse({"loss": {"gamma": 1.0}})
 
 
+@pytest.mark.full
 def test_padding_has_no_infinite_loss() -> None:
     # client 1 has fewer examples and lacks class 0, whose score FedRoD makes -∞
     data = [(torch.randn(9, 4), torch.arange(9) % 3), (torch.randn(5, 4), 1 + torch.arange(5) % 2)]
@@ -471,6 +472,7 @@ def test_padding_has_no_infinite_loss() -> None:
         torch.testing.assert_close(other.run.state.server[name], value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_real_targets_have_no_embedding_plot(loss: str, tmp_path: Path) -> None:
     model = lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))  # noqa: E731

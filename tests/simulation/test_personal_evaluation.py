@@ -73,7 +73,7 @@ def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine:
         compare(result.rounds[-1], "personal", split, by_own_module(result.run, split))
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedper", "apfl", "fedproto", "fedem", "feddyn", "ditto"])
 def test_every_series_is_that_of_a_client_alone(method: str) -> None:
     made = federation(linear_head, clients=20)
@@ -152,6 +152,7 @@ def test_the_loss_of_few_and_of_many_examples_and_classes(count: int, classes: i
         assert found.accuracy[k] == float((own.argmax(1) == labels).double().mean())
 
 
+@pytest.mark.full
 def test_examples_are_concatenated_once_though_other_clients_share_a_model() -> None:
     made = federation(linear, clients=40)
     run = Run(METHODS["standalone"](), made, RunSettings(rounds=5, participation=0.1), Sequential())

@@ -108,6 +108,7 @@ def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> 
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ours", "peft"])
 def test_what_is_frozen_is_one_tensor_for_all_clients(kind: str) -> None:
     data, module = federation(kind, [2, 2, 2])

@@ -37,7 +37,7 @@ def federation() -> Federation:
     return Federation.from_arrays(data, Headed, classes=["ant", "bee", "cat", "dog"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "per_fedavg", "ditto", "fedslr"])
 def test_their_accuracy_is_the_recorded_one_exactly(method: str) -> None:
     result = simulate(METHODS[method](optimizer=SGD(lr=0.5)), federation(), rounds=2)
@@ -50,6 +50,7 @@ def test_their_accuracy_is_the_recorded_one_exactly(method: str) -> None:
             assert found.to_dict() == {i: a for i, a in enumerate(recorded) if a is not None}
 
 
+@pytest.mark.full
 def test_scores_and_columns_by_a_plain_call() -> None:
     result = simulate("standalone", federation(), rounds=2)
     for client in (0, 3):

@@ -431,6 +431,7 @@ def test_a_resumed_run_may_be_stopped_again_anywhere(tmp_path: Path) -> None:
         assert_same_end(folder, whole)
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
     before = files_of(folder)
@@ -444,7 +445,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> Non
     assert checkpoint.load(folder / "checkpoint").round == 3
 
 
-@pytest.mark.few(3)
+@pytest.mark.full
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_broken_disk_gives_the_same_kind_of_error(tmp_path: Path, at: int) -> None:
     # not even the half-written file can be removed
@@ -689,7 +690,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
     assert tree.encode(states[0].server) == tree.encode(states[1].server)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"7", b"null", b'"text"', b"\xff\xfe\x00{", b"[" * 100_000]
 )
@@ -748,6 +749,7 @@ def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path, name: str) -> 
     assert all(name in said for said in noticed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "key"), [("run.json", "digest"), ("run.json", "clients_digest"), ("status.json", "digest")]
 )
@@ -815,6 +817,7 @@ def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
     assert [r.round for r in result.rounds] == [0, 1, 2, 3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -841,6 +844,7 @@ def test_python_refuses_what_changed(half: Path, change: dict[str, Any], named: 
     assert {p: p.read_bytes() for p in half.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.full
 def test_another_number_of_clients_is_named(half: Path) -> None:
     smaller = Federation.from_arrays(
         [(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], Split, classes=2

@@ -42,6 +42,7 @@ def test_a_client_with_one_example_is_named_before_the_first_round(never: bool) 
         simulate(FedAvg(batch_size=4), on, rounds=1, **settings)
 
 
+@pytest.mark.full
 def test_a_last_batch_of_one_is_named_and_each_advice_helps() -> None:
     on = federation([12, 9, 17])
     with pytest.raises(

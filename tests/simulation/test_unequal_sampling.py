@@ -130,6 +130,7 @@ def test_a_client_that_is_always_drawn_keeps_its_weight() -> None:
     tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), run.state.server, wanted)
 
 
+@pytest.mark.full
 def test_the_highest_last_loss_comes_first_and_before_it_who_was_never_drawn() -> None:
     fed = federation()
     protocol = RunSettings(rounds=12, participation=0.25, sampling="loss", candidates=4)
@@ -148,6 +149,7 @@ def test_the_highest_last_loss_comes_first_and_before_it_who_was_never_drawn() -
     assert len(last) == 4
 
 
+@pytest.mark.full
 def test_candidates_are_drawn_by_size() -> None:
     # one candidate a round is sampling by size; of all but one, the one that is missing may be the highest
     fed = federation()
@@ -226,6 +228,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("name", "sampling"), UNFIT)
 def test_methods_whose_weights_are_others_say_so(name: str, sampling: Any) -> None:
     method, reason = METHODS[name](), UNFIT[name, sampling]

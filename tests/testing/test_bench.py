@@ -30,6 +30,7 @@ from fedlowrank.testing.bench_page import HEAD, markdown, rows
 torch.set_num_threads(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_loops_take_the_same_steps(name: str) -> None:
     """With the same batches the user's loop ends in the same weights as a round."""

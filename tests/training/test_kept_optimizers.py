@@ -82,7 +82,7 @@ def assert_close(found: Params, wanted: Params) -> None:
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-10), found, wanted)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_every_client_that_trains_alone_has_one_optimizer_for_all_rounds(
@@ -106,6 +106,7 @@ def test_fedavg_of_one_client_is_one_optimizer_for_all_rounds() -> None:
     assert_close(run.state.server, with_torch(fed, 0, [*range(ROUNDS)], make))
 
 
+@pytest.mark.full
 def test_a_client_whose_reply_is_lost_keeps_the_state_of_before() -> None:
     optimizer, make = KEPT["adamw"]
     fed = federation()

@@ -103,6 +103,7 @@ def assert_close(found: Params, wanted: Params) -> None:
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-9), found, wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of torch's own SequentialLR
@@ -116,6 +117,7 @@ def test_steps_are_those_of_torch_with_its_scheduler(name: str, engine: type[Eng
         assert_close(run.personal(info), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_a_schedule_within_the_round_multiplies_that_over_rounds_and_the_rates_of_groups(
     engine: type[Engine],

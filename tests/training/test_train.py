@@ -183,6 +183,7 @@ def turned(value: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(reversed(value.items()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> None:
     class Turned(FedProx):
@@ -305,6 +306,7 @@ def wet() -> tuple[FedAvg, Federation]:
     return FedAvg(optimizer=SGD(lr=0.1), batch_size=8), federation(Wet)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_dropout_is_reproducible_and_independent_of_the_order_of_clients(engine: Any) -> None:
     method, fed = wet()

@@ -39,7 +39,7 @@ def poisson(rate: float) -> Sampling:
     return Sampling("poisson", 1000, rate=rate)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sampling", "noise", "rounds", "rdp", "pld"),
     [
@@ -88,7 +88,7 @@ def test_all_clients_need_no_sampling(accountant: Accountant) -> None:
     assert epsilon(3.0, 20, DELTA, poisson(1.0), accountant) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sampling", "accountant"),
     [(poisson(0.05), "rdp"), (poisson(0.05), "pld"), (FIXED, "rdp"), (ALL, "rdp"), (ALL, "pld")],
@@ -111,6 +111,7 @@ def test_a_higher_rate_spends_more(accountant: Accountant) -> None:
     assert all(a < b for a, b in pairwise(spent))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("noise", "rounds"), [(4.0, 50), (10.0, 5), (1.0, 1)])
 def test_rdp_without_sampling_is_the_closed_formula(noise: float, rounds: int) -> None:
     """Divergence α T / (2σ²) of order α, converted by Proposition 12 of Canonne et al. 2020 (v4)."""
@@ -123,6 +124,7 @@ def test_rdp_without_sampling_is_the_closed_formula(noise: float, rounds: int) -
     assert best - 1e-9 <= epsilon(noise, rounds, DELTA, ALL, "rdp") <= best + 5e-3
 
 
+@pytest.mark.full
 def test_rdp_of_poisson_sampling_is_the_binomial_formula() -> None:
     """Mironov et al. 2019 (arXiv:1908.10530, section 3.3), for integer orders."""
     rate, noise, rounds = 0.02, 1.1, 200
@@ -285,6 +287,7 @@ def test_a_further_round_costs_no_further_divergence() -> None:
     assert accounting._rdp_of_a_round.cache_info().misses == before + 1
 
 
+@pytest.mark.full
 def test_orders_that_do_not_converge_are_left_out_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
     assert epsilon(0.50001, 1, DELTA, poisson(0.1), "rdp") > 0

@@ -67,7 +67,7 @@ def killed_after(rounds: int) -> Any:
     return stop
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_more_rounds_keep_the_noise_of_the_first_plan(accountant: Any, tmp_path: Path) -> None:
     privacy = Privacy("central", epsilon=2.0, delta=DELTA, accountant=accountant)

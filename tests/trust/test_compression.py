@@ -347,6 +347,7 @@ def test_types_may_be_mixed() -> None:
     assert tree.equal(through("", update), update)
 
 
+@pytest.mark.full
 def test_strides_and_gradients_change_nothing() -> None:
     w = noise(12, 9)
     for text in TEXTS:
@@ -378,6 +379,7 @@ def special_values(shape: tuple[int, ...], kind: int) -> Tensor:
     return x if kind == 2 else x * (x > 1.5) * 1e-20
 
 
+@pytest.mark.full
 @given(
     st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=5),
     st.sampled_from(TEXTS),
@@ -421,7 +423,7 @@ def test_savings_of_a_large_update() -> None:
 # error feedback
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", [t for t in TEXTS if t])
 def test_what_is_decoded_and_the_residual_add_up_to_all_updates(text: str) -> None:
     stages, residual = parse_stages(text), None
@@ -437,7 +439,7 @@ def test_what_is_decoded_and_the_residual_add_up_to_all_updates(text: str) -> No
     assert not np.allclose(flatten(sent), flatten(sum_of), rtol=0, atol=1e-11) or text == "top_k:1"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "text", ["top_k:1", "top_k:0.3", "low_rank:1", "int8", "low_rank:2 + top_k:0.5 + bfloat16"]

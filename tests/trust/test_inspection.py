@@ -102,6 +102,7 @@ def test_the_geometric_median_weighs_replies(updates: np.ndarray) -> None:
     assert np.allclose(list(record.observed["weight"].values()), beta, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_krum_takes_the_reply_nearest_to_others(updates: np.ndarray) -> None:
     square = ((updates[:, None] - updates[None]) ** 2).sum(-1)
     scores = np.sort(square, 1)[:, 1 : 7 - 2 - 2 + 1].sum(1)
@@ -167,6 +168,7 @@ def test_a_lie_about_the_number_of_examples_counts_at_most_ten_times() -> None:
         assert (len(set(counts)) == 1) == (weights == "equal")
 
 
+@pytest.mark.full
 def test_lies_do_not_carry_an_attack_through_a_rule(updates: np.ndarray) -> None:
     """Hostile updates with claims a hundred times too high, against what the rule does without them."""
     for rule in ("median", "geometric_median", "multi_krum"):
@@ -295,7 +297,7 @@ def test_bits_are_those_of_before_where_nothing_is_asked_for() -> None:
     assert "weight" not in run.step().observed
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fedslr", "gpgd"])
 def test_weights_that_are_sent_as_factors_are_compared_whole(name: str) -> None:
     """Once the server's weights have lost rank, downloads hold factors, and uploads are dense."""

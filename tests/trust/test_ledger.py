@@ -56,6 +56,7 @@ def test_a_line_for_each_charged_round(path: Path) -> None:
         assert [seen.releases(client) for client in (3, 4, 7, 8)] == [2, 1, 1, 0]
 
 
+@pytest.mark.full
 def test_memory_and_file_agree(path: Path) -> None:
     memory, file = PrivacyLedger(), PrivacyLedger(path)
     for number in range(5):
@@ -86,6 +87,7 @@ def test_a_repeated_round_counts_twice_unless_its_noise_is_seeded(path: Path, on
         assert PrivacyLedger(path).rounds() == 5
 
 
+@pytest.mark.full
 def test_a_kill_at_any_byte_of_the_last_line_leaves_the_lines_before(path: Path) -> None:
     ledger = PrivacyLedger(path)
     for number in range(3):

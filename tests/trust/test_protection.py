@@ -102,6 +102,7 @@ def test_a_private_round_adds_noise_to_the_sum_of_clipped_updates() -> None:
     assert np.abs(noise).max() > 0.01
 
 
+@pytest.mark.full
 def test_the_noise_of_a_round_has_the_stated_deviation() -> None:
     start, updates = updates_of()
     run = run_of(privacy=dataclasses.replace(CENTRAL, noise=3.0), clipping=Clipping(0.05))
@@ -213,6 +214,7 @@ def test_what_compression_lost_is_sent_later(uplink: str) -> None:
     assert np.abs(vector(residual)).max() > 1e-6
 
 
+@pytest.mark.full
 def test_a_lost_reply_keeps_what_compression_lost_before() -> None:
     run = run_of(compression=Compression("top_k:0.1"))
     run.step()
@@ -258,6 +260,7 @@ def test_every_engine_gives_the_same(engine: str, settings: dict[str, Any]) -> N
         assert tree.equal(other.state.server, run.state.server)
 
 
+@pytest.mark.full
 def test_local_noise_is_added_to_every_update() -> None:
     """And every client counts the same, for its number of examples is data."""
     settings: dict[str, Any] = {"clipping": Clipping(0.05)}
@@ -272,6 +275,7 @@ def test_local_noise_is_added_to_every_update() -> None:
     assert abs(stats.zscore(noise)).max() < 5
 
 
+@pytest.mark.full
 def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:
     privacy = Privacy("central", noise=1.5, epsilon=3.0, delta=1e-3)
     settings: dict[str, Any] = {"sampling": "poisson", "participation": 0.5, "clipping": Clipping(0.05)}

@@ -154,6 +154,7 @@ def test_the_geometric_median_minimizes_the_sum_of_distances() -> None:
     assert all(cost(z) <= cost(z + 1e-3 * step) for step in random(50, 4, seed=1))
 
 
+@pytest.mark.full
 def test_the_geometric_median_breaks_down_at_half() -> None:
     x = random(9, 10)
     for f, holds in ((4, True), (5, False)):

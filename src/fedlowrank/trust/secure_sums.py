@@ -50,8 +50,13 @@ def _load(module: str) -> Any:
         raise ConfigError(f"secure.on needs Flower: pip install 'fedlowrank[network]' ({error})") from error
 
 
-def _aligned(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]:
-    """The leaves of a contribution and their tensors, in the order of another, whose form it must have."""
+def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]:
+    """The leaves of a contribution and their tensors, in the order of another, whose form it must have.
+
+    Raises:
+        TaskError: if the server must see a leaf by itself.
+        TreeError: if the form is another one, or holds what cannot be added.
+    """
     if each := [path for path, leaf in leaves(contribution) if isinstance(leaf, Each)]:
         raise TaskError(
             f"the server must see the Each at {each[0]!r} by itself. Set secure.on = false, or use means and "
@@ -292,7 +297,7 @@ class SecureAggregator(Aggregator):
         if client not in self._missing:
             raise ValueError(f"client {client} takes no part in the round, has replied or was skipped")
         try:
-            aligned = _aligned(contribution if self._like is None else self._like, contribution)
+            aligned = align(contribution if self._like is None else self._like, contribution)
         except (TaskError, tree.TreeError) as error:
             raise type(error)(f"secure sums cannot take the reply of client {client}: {error}") from error
         if self._like is None:

@@ -1,0 +1,87 @@
+"""What clients add up: a contribution as integers modulo 2^64, made by the client and read as a total."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core import tree
+from ...core.contribution import Sum, leaves, map_leaves
+from ...core.errors import ConfigError, TaskError
+from ...core.method import ClientInfo, Method, Task
+from ...trust.secure_sums import FixedPoint, Vector, align
+from ...trust.settings import SecureSums
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+LARGEST_WEIGHT = 2.0**20
+"""Weight of a client in a mean, known to all before the first round; a client with more examples counts so much."""
+
+
+def grid_of(settings: SecureSums, clients: int) -> FixedPoint:
+    """The grid of the numbers that so many clients add up."""
+    return FixedPoint(settings, clients, LARGEST_WEIGHT)
+
+
+def vector_of(contribution: Any, grid: FixedPoint) -> Vector:
+    """A client's contribution as a vector ``[size]``, values clipped to ±bound and rounded to the grid.
+
+    Raises:
+        TaskError: if the server must see a part of it by itself.
+    """
+    return grid.encode(align(contribution, contribution))[0]
+
+
+def size_of(like: Any) -> int:
+    """Numbers in the vector of a contribution of that form."""
+    weights = sum(not isinstance(leaf, Sum) for _, leaf in leaves(like))
+    return weights + sum(t.numel() for _, leaf in leaves(like) for t in tree.tensors(leaf.value))
+
+
+def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+    """The form of what clients contribute: a contribution whose tensors are zero.
+
+    Args:
+        method: of the run.
+        upload: the form of an upload, see :class:`..validation.forms.Template`.
+        client: any one.
+        server: state of the server.
+
+    Raises:
+        ConfigError: if the form of an upload depends on the client's data.
+    """
+    try:
+        contribution = method.contribution(upload, client, server)
+    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+        raise ConfigError(
+            f"run.secure: {method.title} has no sum over a network, for the form of what its clients send depends on "
+            f"their data ({error}); set run.secure.on = false"
+        ) from error
+    return map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
+
+
+def check_reads_no_state(method: AnyMethod, task: Task, upload: Any, client: ClientInfo, server: Any) -> None:
+    """Check that a contribution can be made at the client, which knows the server's first state alone.
+
+    The contributions of one upload are compared at two states of the server whose numbers differ.
+
+    Raises:
+        TaskError: if they differ.
+    """
+    del task
+    moved = tree.map(lambda t: t + 1 if t.is_floating_point() else t, server)
+    first, other = (method.contribution(upload, client, state) for state in (server, moved))
+    if not tree.equal(_plain(first), _plain(other)):
+        raise TaskError(
+            f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
+            "not know; set run.secure.on = false"
+        )
+
+
+def _plain(contribution: Any) -> dict[str, Any]:
+    """A contribution as a tree."""
+    return {
+        path: {"value": leaf.value, "weight": torch.tensor(getattr(leaf, "weight", 1.0), dtype=torch.float64)}
+        for path, leaf in leaves(contribution)
+    }
