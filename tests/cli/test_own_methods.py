@@ -182,3 +182,42 @@ def test_report_and_list_import_nothing(capsys: Capsys) -> None:
     assert "Damped FedAvg" in done(capsys, "report", "runs/small")
     assert "fedlowrank check" in refused(capsys, "list", NAME)
     assert not Path("imported").exists()
+
+
+def test_changed_code_is_another_configuration(capsys: Capsys) -> None:
+    """Finished runs of a method are no results of what its code is now; comments are no code."""
+    both = ["compare", write(Path()), "--methods", f"fedavg,{NAME}", "run.rounds=1"]
+    done(capsys, *both)
+    Path("own_method.py").write_text(CODE.replace("self.damping * (", "self.damping  *  (") + "# a comment\n")
+    forget()
+    done(capsys, *both)
+    Path("own_method.py").write_text(CODE.replace("self.damping * (", "0.0 * ("))
+    forget()
+    found = refused(capsys, *both)
+    assert f"the code of {NAME} was changed" in found
+    assert "--force" in found
+    forget()
+    assert f"the code of {NAME} was changed" in refused(
+        capsys, "resume", f"runs/small/{NAME}-s0", "run.rounds=2", "--allow-code"
+    )
+    done(capsys, *both, "--force")
+    assert RunRecord.load(Path(f"runs/small/{NAME}-s0")).rounds
+
+
+@pytest.mark.full
+def test_changed_code_of_a_model_is_another_configuration(capsys: Capsys) -> None:
+    code = "import torch\ndef make(shape, classes):\n    return torch.nn.Linear(4, classes)\n"
+    Path("own_method.py").write_text(code)
+    text = SMALL.replace('names = ["mlp"]\nhidden = [4]', 'names = ["own_method:make"]')
+    done(capsys, "compare", write(Path(), text), "run.rounds=1")
+    Path("own_method.py").write_text(code.replace("Linear(4, classes)", "Linear(4, classes, bias=False)"))
+    sys.modules.pop("own_method")
+    assert "the code of own_method:make was changed" in refused(
+        capsys, "compare", "small.toml", "run.rounds=1"
+    )
+
+
+def test_workers_end_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command has a handler of SIGTERM, by which processes that train are ended."""
+    assert main(["run", write(Path(), ALONE), "run.engine=processes", "run.rounds=2"]) == 0
+    assert "Traceback" not in capfd.readouterr().err

@@ -64,7 +64,11 @@ def trajectory(method: Any, federation: Federation) -> list[Any]:
     found: list[Any] = []
     for _ in range(3):
         run.step()
-        states = {str(i): dict(tree.leaves(s)) for i, s in sorted(run.state.clients.items())}
+        # the share a is a tensor [] on the page and [1] in the package
+        states = {
+            str(i): {path: t.reshape(t.shape or (1,)) for path, t in tree.leaves(s)}
+            for i, s in sorted(run.state.clients.items())
+        }
         found.append([run.state.server, states, [run.personal(client) for client in federation.infos]])
     return found
 
@@ -127,7 +131,7 @@ def test_the_commands_of_apfl_run(capsys: Capsys) -> None:
 @pytest.mark.usefixtures("folder")
 def test_the_experiment_file_names_settings_that_exist() -> None:
     (text,) = re.findall(r"```toml\n(.*?my_apfl.*?)```", PAGE.partition("### In two passes")[2], re.DOTALL)
-    Path("mine.toml").write_text(text + '\n[data]\nsource = "digits"\n')
+    Path("mine.toml").write_text(text.replace("experiments/", f"{ROOT}/experiments/"))
     made = ExperimentConfig.read(Path("mine.toml"))
     assert made.build_method("my_apfl:MyAPFL").alpha == 0.25  # type: ignore[attr-defined]
     assert made.build_method("my_apfl:TwoPassAPFL").own_epochs == 2  # type: ignore[attr-defined]

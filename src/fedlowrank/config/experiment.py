@@ -25,6 +25,7 @@ from ..data.split import SPLITS, Split
 from ..language.federation import Language, LanguageSettings
 from ..language.peft_config import lora_config
 from ..methods import METHODS
+from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
 from ..simulation.run_folder import changes_of
 from ..simulation.settings import RunSettings
@@ -392,6 +393,7 @@ class ExperimentConfig(pydantic.BaseModel):
             name: of the method or variant that runs; by default the experiment's.
         """
         tables, name = self.to_dict(), name or self.default_method
+        code = self._describe_code(name)
         return {
             "variant": {"name": name, "title": self.method_title(name)},
             "title": self.title or self.name,
@@ -400,7 +402,19 @@ class ExperimentConfig(pydantic.BaseModel):
             "model": dataclasses.asdict(self.model),
             "reference": None if self.reference is None else self.reference.describe(self.vary, tables),
             "experiment": tables,
+            **({"code": code} if code else {}),
         }
+
+    def _describe_code(self, name: str) -> dict[str, str]:
+        """Describe the user's own code on which the results of a method depend, by ``module:attribute``."""
+        cls = self._class_of(name)
+        named = [self.loss.kind] if self.loss.is_own else []
+        named += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
+        named += self.model.own
+        if not self._allow_code:
+            _refuse_code(named)
+        things = {one: import_named(one, "code") for one in named}
+        return describe_named({f"{cls.__module__}:{cls.__qualname__}": cls, **things})
 
     def changes_from(self, stored: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
         """Compare a run of this experiment field by field with a stored one that it is to go on with.

@@ -17,7 +17,7 @@ from .forms import Lengths, OneOf
 from .key import Key
 from .model import Model
 from .optimizer import SGD, Optimizer, OptimizerState, refuse_keep
-from .returned import check_function, check_passes
+from .returned import check_function, check_passes, check_start
 from .signatures import check_class
 from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
@@ -183,8 +183,9 @@ class ClientView:
 
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
-            TaskError: if one of the functions takes other arguments.
+            TaskError: if one of the functions takes other arguments, or a number in ``start`` is no tensor.
         """
+        check_start(start)
         check_function("loss", loss, ("params", "batch"), constants)
         if precondition is not None:
             check_function("precondition", precondition, ("grads", "params"), constants)

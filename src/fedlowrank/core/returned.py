@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from . import tree
 from .client_model import ClientModel
 from .errors import TaskError
 from .task import Pass
@@ -59,6 +62,21 @@ def check_server_state(method: Any, before: Any, found: Any) -> Any:
             "state, such as return total"
         )
     return found
+
+
+def check_start(start: Any, path: str = "") -> None:
+    """Refuse a number that training would leave as it is.
+
+    Raises:
+        TaskError: if the tree to train holds a float; the message names its place.
+    """
+    if type(start) is float:
+        raise TaskError(
+            f"view.train: at {path or 'the top'} of what is trained stands the number {start!r}, which would stay as it "
+            "is. Make it a tensor, as by torch.tensor(...), or leave it out of what is trained"
+        )
+    for key, child in () if isinstance(start, Tensor) else tree.children(start, path) or ():
+        check_start(child, tree.join(path, key))
 
 
 def check_function(what: str, function: Callable[..., Any], given: Sequence[str], constants: Any) -> None:

@@ -15,6 +15,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 import warnings
@@ -144,6 +145,9 @@ def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
     # forked may be in it
     gc.freeze()
     torch.set_num_threads(1)
+    # the parent ends this process by SIGTERM, for which it may have a handler of its own; Ctrl-C is the parent's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         # other workers hold copies of the parent's end, so that its death does not close the pipe
         while not line.pipe.poll(PATIENCE):

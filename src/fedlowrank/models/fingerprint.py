@@ -80,14 +80,31 @@ def compare_layers(stored: Mapping[str, str], now: Mapping[str, str], limit: int
 
 
 def describe_callable(function: Any) -> str:
-    """Describe a function of the user's own by its name and a digest of its code and of what it captured."""
+    """Describe a function or class of the user's own by its name and a digest of its code and of what it captured."""
+    if isinstance(function, type):
+        return f"{function.__name__} {_digest(_describe_code(_own_classes(function)))}"
     if isinstance(function, nn.Module):
         tensors = {**dict(function.named_parameters()), **dict(function.named_buffers())}
         return f"{describe_layers(function)} {digest_frozen(function, tensors)}"
     if isinstance(function, FunctionType | MethodType | functools.partial):
         return _describe(function, ())
-    own = [c for c in type(function).__mro__ if not _is_installed(c.__module__)]
-    return f"{type(function).__name__} {_digest([_describe(vars(function), ()), *_describe_code(own)])}"
+    code = _describe_code(_own_classes(type(function)))
+    return f"{type(function).__name__} {_digest([_describe(vars(function), ()), *code])}"
+
+
+def describe_named(things: Mapping[str, Any]) -> dict[str, str]:
+    """Describe functions and classes by name; those of an installed package are left out."""
+    found = {}
+    for name, thing in things.items():
+        is_own = _own_classes(thing) if isinstance(thing, type) else not _is_installed(thing.__module__ or "")
+        if is_own:
+            found[name] = describe_callable(thing)
+    return found
+
+
+def _own_classes(cls: type) -> list[type]:
+    """A class and those that it inherits from, without those of installed packages."""
+    return [c for c in cls.__mro__ if not _is_installed(c.__module__)]
 
 
 def digest_frozen(module: nn.Module, buffers: Mapping[str, Tensor]) -> str:
@@ -115,7 +132,7 @@ def _parts_that_differ(before: str, after: str) -> tuple[str, str]:
 
 def _describe_class(layer: nn.Module) -> str:
     cls = type(layer)
-    own = [c for c in cls.__mro__ if not _is_installed(c.__module__)]
+    own = _own_classes(cls)
     options = []
     for name, value in sorted(vars(layer).items()):
         # of installed classes, private attributes are derived or notes of a library

@@ -386,6 +386,8 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
         return found
     if stored == now:
         return []
+    if path.startswith("code."):
+        return [f"the code of {path.removeprefix('code.')} was changed"]
     if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
         changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
         return [

@@ -22,7 +22,7 @@ from ..data.federation import Federation
 from ..engines import ENGINES
 from ..methods import METHODS
 from ..models.architecture import Architecture
-from ..models.fingerprint import describe_callable
+from ..models.fingerprint import describe_callable, describe_named
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
 from .client_metrics import split_metrics
 from .loggers import check_loggers
@@ -210,6 +210,7 @@ def describe(
     names = {type_: name for name, type_ in METHODS.items()}
     method = unwrapped(method)
     cls = type(method)
+    code = describe_named({f"{cls.__module__}:{cls.__qualname__}": cls})
     return {
         "name": federation.name,
         "method": {
@@ -226,6 +227,7 @@ def describe(
         "vary": {},
         "reference": None,
         # all left out where they do nothing, as in the runs that were made before they existed
+        **({"code": code} if code else {}),
         **({"base": federation.companion.describe()} if federation.companion is not None else {}),
         **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
         **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
