@@ -350,7 +350,7 @@ def run_method(
     how: dict[str, Any] = {
         "resume": resume and begun,
         "force": force or (resume and not begun),
-        "config": {**experiment.describe(name), "vary": vary or {}},
+        "config": {**experiment.describe_run(name), "vary": vary or {}},
     }
     allowing = " --allow-code" if experiment.code or ":" in name else ""
     INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{allowing}")

@@ -393,7 +393,6 @@ class ExperimentConfig(pydantic.BaseModel):
             name: of the method or variant that runs; by default the experiment's.
         """
         tables, name = self.to_dict(), name or self.default_method
-        code = self._describe_code(name)
         return {
             "variant": {"name": name, "title": self.method_title(name)},
             "title": self.title or self.name,
@@ -402,8 +401,12 @@ class ExperimentConfig(pydantic.BaseModel):
             "model": dataclasses.asdict(self.model),
             "reference": None if self.reference is None else self.reference.describe(self.vary, tables),
             "experiment": tables,
-            **({"code": code} if code else {}),
         }
+
+    def describe_run(self, name: str | None = None) -> dict[str, Any]:
+        """What :meth:`describe` says, with digests of the user's own code, which this imports."""
+        code = self._describe_code(name or self.default_method)
+        return {**self.describe(name), **({"code": code} if code else {})}
 
     def _describe_code(self, name: str) -> dict[str, str]:
         """Describe the user's own code on which the results of a method depend, by ``module:attribute``."""
@@ -431,7 +434,7 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         method = self.build_method(name)
         fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(self.run)}
-        now = json.loads(json.dumps({**self.describe(name), "vary": vary, **fields}))
+        now = json.loads(json.dumps({**self.describe_run(name), "vary": vary, **fields}))
         del now["variant"]
         before = {section: stored[section] for section in now if section in stored}
         before["method"] = {"fields": stored["method"].get("fields")}

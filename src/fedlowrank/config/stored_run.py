@@ -28,7 +28,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
     """
     stored = read_run_config(folder, python)
     experiment, name = ExperimentConfig.parse(stored["experiment"], allow_code), stored["method"]["name"]
-    config = {**experiment.describe(name), "vary": stored["vary"]}
+    config = {**experiment.describe_run(name), "vary": stored["vary"]}
     which = "best" if best else "checkpoint"
     method, federation = experiment.build_method(name), experiment.federation()
     return reopen(method, federation, folder, experiment.run, config, which)

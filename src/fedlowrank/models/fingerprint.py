@@ -96,8 +96,8 @@ def describe_named(things: Mapping[str, Any]) -> dict[str, str]:
     """Describe functions and classes by name; those of an installed package are left out."""
     found = {}
     for name, thing in things.items():
-        is_own = _own_classes(thing) if isinstance(thing, type) else not _is_installed(thing.__module__ or "")
-        if is_own:
+        where = getattr(thing, "__module__", None) or ""
+        if _own_classes(thing) if isinstance(thing, type) else callable(thing) and not _is_installed(where):
             found[name] = describe_callable(thing)
     return found
 

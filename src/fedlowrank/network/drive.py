@@ -102,7 +102,7 @@ def drive(
     _wait_for_start(engine, settings.enough(count - len(account.excluded)))
     with threads(made.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, registry.federation(), protocol, engine, plan)
-        description = described(run, made.describe(name) if config is None else config)
+        description = described(run, made.describe_run(name) if config is None else config)
         folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
