@@ -112,20 +112,22 @@ class Leader:
         assert self._sum is not None, "clients reveal after vectors have arrived"
         total = self._sum.copy()
         for client in self.sharers:
-            _, public_key, commitment, _ = self.announced[client]
             shares = [found[client] for _, found in sorted(self._shares.items())]
             if client in self.replied:
-                seed = self._rebuild(client, shares, lambda b, c=commitment: commit(b) == c)
-                total -= expand(seed, total.size)
+                total -= expand(self._rebuild(client, shares, self._is_seed), total.size)
                 continue
-            pair = self._rebuild(
-                client, shares, lambda s, c=client, p=public_key: KeyPair(c, s).public_key == p
-            )
+            pair = KeyPair(client, self._rebuild(client, shares, self._is_masking_secret))
             for other in self.replied:
-                total += KeyPair(client, pair).mask(other, self.announced[other][1], total.size)
+                total += pair.mask(other, self.announced[other][1], total.size)
         return total
 
-    def _rebuild(self, client: int, shares: Sequence[bytes], is_right: Callable[[bytes], bool]) -> bytes:
+    def _is_seed(self, client: int, found: bytes) -> bool:
+        return commit(found) == self.announced[client][2]
+
+    def _is_masking_secret(self, client: int, found: bytes) -> bool:
+        return KeyPair(client, found).public_key == self.announced[client][1]
+
+    def _rebuild(self, client: int, shares: Sequence[bytes], is_right: Callable[[int, bytes], bool]) -> bytes:
         """The secret of a client, from the first set of shares that gives the right one."""
         sets: Iterable[tuple[bytes, ...]] = itertools.combinations(shares, self.least)
         for some in itertools.islice(sets, TRIALS):
@@ -133,7 +135,7 @@ class Leader:
                 secret = combine(some)
             except ValueError:
                 continue
-            if is_right(secret):
+            if is_right(client, secret):
                 return secret
         raise SecureSumError(
             f"the shares of the secrets of client {client} are wrong: it shared wrong ones, or others lie"
