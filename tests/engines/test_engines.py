@@ -513,7 +513,7 @@ def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
             def loss(both: Any, batch: Batch) -> Tensor:
                 return both["scale"] * cross_entropy(model.apply(both["model"], batch.x), batch)
 
-            start = {"model": down, "scale": float(view.info.id + 1)}
+            start = {"model": down, "scale": view.info.id + 1}
             return view.train(loss, start, "local", self.optimizer)["model"]  # type: ignore[return-value]
 
     on = federation(False)
