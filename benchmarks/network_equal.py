@@ -30,6 +30,7 @@ from fedlowrank.network.deploy.flower_app import write_own_app
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.flower import EXPERIMENT, NODES, OUT, simulation
+from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.simulate import simulate
@@ -50,6 +51,8 @@ def tables(name: str, rounds: int) -> dict[str, Any]:
         "lora": {"ranks": [3] if name in equal else [4, 3, 2, 1]},
         "run": {"rounds": rounds, "participation": 0.75, "representations": 0, "evaluate_every": 2},
         "defaults": {"batch_size": 64},
+        # shortened updates have other bits
+        "network": {"max_fall": 0.0, "limits": {"update_ratio": 0.0}},
     }
 
 
@@ -83,7 +86,7 @@ def deployed(
     write_own_app(app)
     with ExitStack() as stack:
         for i, folder in enumerate(folders):
-            prepare(folder, made, i, shares)
+            prepare(folder, made, i, shares, SiteSettings.simulated())
             own = ClientKeys.read(places["keys"] / f"client-{i}")
             node = SuperNode(folder / "flower", link.address, folder, own)
             node.start()

@@ -47,6 +47,7 @@ from fedlowrank.network.flower import (
     simulation,
     to_records,
 )
+from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.network.transport import Exchange, NodeMessage
 from fedlowrank.simulation.records import read_lines
 from fedlowrank.simulation.simulate import simulate
@@ -203,7 +204,7 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
     ):
         for i in range(clients):
             folder = base / "clients" / str(i)
-            prepare(folder, made, i, shares)
+            prepare(folder, made, i, shares, SiteSettings.simulated())
             node = SuperNode(folder / "flower", link.address, folder, None)
             node.start()
             stack.callback(node.close)

@@ -18,6 +18,12 @@ def _log_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "fedlowrank")
 
 
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is a site of its own, whose runs have spent nothing."""
+    monkeypatch.setenv("FEDLOWRANK_STATE", str(tmp_path / "state"))
+
+
 @pytest.fixture
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """No process of a test outlives it: all have its folder on their command lines, or a parent that has."""

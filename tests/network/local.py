@@ -35,6 +35,7 @@ from fedlowrank.network.client import ClientRuntime, prepare
 from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.drive import drive
 from fedlowrank.network.messages import Answer, Order
+from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.simulation.evaluation import Evaluator
 from fedlowrank.simulation.records import RoundRecord
@@ -151,11 +152,8 @@ class LocalTransport:
         before, self.running = self.running, message.node
         try:
             mine = ClientRuntime(self.folders[message.node])
-            if message.kind == "registration":
-                header, payload = mine.registration()
-                return Response(message.node, message.kind, header.to_json(), payload)
-            answer, payload = mine.answer(Order.from_json(message.header), message.payload)
-            return Response(message.node, message.kind, answer.to_json(), payload)
+            header, payload = mine.reply(message.kind, message.header, message.payload, message.signature)
+            return Response(message.node, message.kind, header, payload)
         except Killed as error:
             return Response(message.node, message.kind, problem=f"the client's process died: {error}")
         except Exception as error:  # noqa: BLE001 - whatever a client raises, its node says so
@@ -249,7 +247,7 @@ def _loaded_json(text: str) -> ExperimentConfig:
 
 
 def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> dict[str, Any]:
-    """A small experiment."""
+    """A small experiment. Updates are not shortened unless a section ``network`` says so."""
     found: dict[str, Any] = {
         "name": "small",
         "method": method,
@@ -263,6 +261,9 @@ def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> d
         found["lora"] = {"ranks": [1, 2, 3]}
     for section, fields in sections.items():
         found[section] = {**found.get(section, {}), **fields}
+    # an update that is shortened has other bits than in the run that is the truth of most tests
+    network = found.get("network", {})
+    found["network"] = {**network, "limits": {"update_ratio": 0.0, **network.get("limits", {})}}
     if found["model"]["names"] != ["mlp"]:
         del found["model"]["hidden"]
     return found
@@ -272,11 +273,15 @@ def small(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> Ex
     return _loaded(tables(method, clients, rounds, **sections))
 
 
-def local(made: ExperimentConfig, base: Path, fault: Fault = intact) -> LocalTransport:
+def local(
+    made: ExperimentConfig, base: Path, fault: Fault = intact, site: SiteSettings | None = None
+) -> LocalTransport:
+    """Clients that send exact evaluations and error texts, as those of a simulation, unless a test says otherwise."""
+    site = site or SiteSettings.simulated()
     shares = made.shares()
     folders = {100 + i: base / f"client-{i}" for i in range(len(shares.data))}
     for node, folder in folders.items():
-        prepare(folder, made, node - 100, shares)
+        prepare(folder, made, node - 100, shares, site)
     return LocalTransport(folders, fault)
 
 

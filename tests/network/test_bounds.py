@@ -144,7 +144,7 @@ def test_medians_are_remembered_for_ten_rounds_and_a_liar_moves_them_by_one_plac
 class Measuring(Sequential):
     """The sequential engine, whose updates are compared as a server compares them."""
 
-    judge: NormBound = field(default_factory=lambda: NormBound(Limits().update_ratio))
+    judge: NormBound = field(default_factory=lambda: NormBound(Limits().refuse_ratio))
     refused: dict[int, str] = field(default_factory=dict)
 
     def run(
@@ -219,7 +219,7 @@ def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
     assert agrees(result, carrier, made) == {(t - 1, 1)}
     why = result.rounds[t].lost["1"]
     assert "the reply of client 1 was refused: its update has the norm" in why
-    assert "is usual (network.limits.update_ratio = 30)" in why
+    assert "is usual (network.limits.refuse_ratio = 30)" in why
     assert any(why in line for line in caplog.messages)
     account = json.loads((tmp_path / "run" / "network.json").read_text())
     assert account["refused"] == {}
@@ -228,7 +228,7 @@ def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
 
 @pytest.mark.full
 def test_the_bound_can_be_switched_off(tmp_path: Path) -> None:
-    made = small("fedavg", 4, rounds=2, network={"limits": {"update_ratio": 0}})
+    made = small("fedavg", 4, rounds=2, network={"limits": {"refuse_ratio": 0}})
     result = served(local(made, tmp_path, poisoned(1e4, {1})), made, tmp_path / "run")
     assert lost(result) == [set(), set()]
     assert max(float(t.abs().max()) for _, t in tree.leaves(result.run.state.server)) > 100
@@ -271,13 +271,14 @@ def boasting(carrier: LocalTransport, message: NodeMessage, examples: int = 2**4
     ]
 
 
-def test_a_client_that_claims_2_to_the_40_examples_weighs_ten_times_the_median(
+def test_a_client_that_claims_2_to_the_40_examples_weighs_three_times_the_median(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("fedavg", rounds=1)
     carrier, result = ran(made, tmp_path, boasting)
+    assert Limits().examples_ratio == 3
     sizes = [len(d.train) for d in made.shares().data]
-    weights = torch.tensor([float(sizes[0]), 10.0 * min(sizes), float(sizes[2])])
+    weights = torch.tensor([float(sizes[0]), 3.0 * min(sizes), float(sizes[2])])
     run, _ = truth(made, result.rounds)
     replies = [tree.decode(remembered(result, carrier, i).answered(digest_of_last(result, carrier, i))[1])  # type: ignore[index]
                for i in range(3)]  # fmt: skip
@@ -333,7 +334,7 @@ def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None:
-    made = small("scaffold", rounds=12, network={"deadline": 100.0})
+    made = small("scaffold", rounds=12, network={"deadline": 100.0, "grace": 0.0})
 
     carrier, result = ran(made, tmp_path, on_orders(lambda _, m, t, client: [] if client == 1 else None))
     assert lost(result) == [{1}] * 12

@@ -26,6 +26,7 @@ from fedlowrank.network.client import ClientRuntime, own_share, prepare
 from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Answer, Order, sections
 from fedlowrank.network.server import NetworkError
+from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.simulation.run import Run
 
 from .local import Hazard, LocalTransport, no_space, same_states, served, small, tables
@@ -35,12 +36,12 @@ RUN = "0123456789abcdef"
 
 @pytest.fixture
 def made() -> ExperimentConfig:
-    return small("scaffold")
+    return small("scaffold", rounds=4)
 
 
 @pytest.fixture
 def folder(made: ExperimentConfig, tmp_path: Path) -> Path:
-    prepare(tmp_path / "client", made, 1, made.shares())
+    prepare(tmp_path / "client", made, 1, made.shares(), SiteSettings.simulated())
     return tmp_path / "client"
 
 
@@ -282,8 +283,8 @@ def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Pa
         assert runtime.answer(now, download(run)) == wanted
         if len(carrier.hazards[0].points) <= place:
             break
-    # the state: not synced, not renamed, renamed, its folder not synced
-    assert place == 4
+    # site.json and the state: not synced, not renamed, renamed, its folder not synced
+    assert place == 8
 
 
 def test_an_order_of_a_round_that_is_over_changes_nothing(run: Run, folder: Path) -> None:
@@ -359,7 +360,7 @@ def test_a_federation_of_data_of_ones_own(own: tuple[ExperimentConfig, list[Path
         assert [len(d.train) for k, d in enumerate(share.data) if k != i] == [0, 0]
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
     for i, share in enumerate(shares):
-        prepare(folders[100 + i], made, i, share)
+        prepare(folders[100 + i], made, i, share, SiteSettings.simulated())
     carrier = LocalTransport(folders)
     result = served(carrier, made, tmp_path / "run")
     whole = Shares(tuple(share.data[i] for i, share in enumerate(shares)), ("no", "yes"))

@@ -78,8 +78,8 @@ def test_a_reply_that_is_lost_or_comes_twice(
     assert agrees(result, carrier, made) == missed(result)
     assert lost(result) == ([set()] * 3 if act is twice else [set(), {1}, set()])
     assert all("\n" not in line for line in caplog.messages)
-    # only a carrier that says nothing at all makes the server wait
-    assert carrier.clock.now == (pytest.approx(3600, abs=2) if act is never else 0)
+    # only a carrier that says nothing at all makes the server wait: a minute, for replies have come at once before
+    assert carrier.clock.now == (pytest.approx(60, abs=3) if act is never else 0)
 
 
 @pytest.mark.full
@@ -96,8 +96,8 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
         if place == len(hazard.points):
             break
         assert "the client's process died" in result.rounds[2].lost["1"]
-    # training; the state not synced, not renamed, renamed, its folder not synced
-    assert place == 5
+    # site.json not synced, not renamed, renamed, its folder not synced; training; the state likewise; the audit log
+    assert place == 10
 
 
 def perilous(carrier: LocalTransport, message: NodeMessage, hazard: Hazard) -> Any:

@@ -41,16 +41,22 @@ def tables(method: str, **run: Any) -> dict[str, Any]:
         "model": {"names": ["mlp"], "hidden": [8]},
         "lora": {"ranks": [3, 2, 1]},
         "run": {"rounds": 2, "representations": 0, **run},
-        "network": {"deadline": 60.0, "wait": 240.0},
+        # shortened updates have other bits than in the run that is the truth here
+        "network": {"deadline": 60.0, "wait": 240.0, "limits": {"update_ratio": 0.0}},
     }
 
 
 def written(path: Path, value: dict[str, Any]) -> Path:
-    """The tables as a file; every value of theirs is written in JSON as in TOML."""
+    """The tables as a file; every value of theirs but a table is written in JSON as in TOML."""
+
+    def toml(v: Any) -> str:
+        inner = ", ".join(f"{k} = {toml(x)}" for k, x in v.items()) if isinstance(v, dict) else ""
+        return f"{{{inner}}}" if isinstance(v, dict) else json.dumps(v)
+
     lines = [f"{k} = {json.dumps(v)}" for k, v in value.items() if not isinstance(v, dict)]
     for section, fields in value.items():
         if isinstance(fields, dict):
-            lines += [f"[{section}]", *(f"{k} = {json.dumps(v)}" for k, v in fields.items())]
+            lines += [f"[{section}]", *(f"{k} = {toml(v)}" for k, v in fields.items())]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -217,6 +223,18 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     assert_equal(run, out, lambda i: tmp_path / f"client-{i}")
     for i in range(3):
         assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
+
+
+def test_in_flowers_simulation_no_update_is_shortened_unless_the_file_says_so() -> None:
+    from fedlowrank.network.flower import _without_bounds
+
+    plain = tables("fedavg")
+    del plain["network"]
+    found = _without_bounds(ExperimentConfig.parse(plain)).network
+    assert (found.limits.update_ratio, found.limits.refuse_ratio, found.max_fall) == (0, 30, 0)
+    chosen = {**plain, "network": {"max_fall": 0.1, "limits": {"update_ratio": 2.0}}}
+    found = _without_bounds(ExperimentConfig.parse(chosen)).network
+    assert (found.limits.update_ratio, found.max_fall) == (2, 0.1)
 
 
 def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
     make_keys(tmp_path / "unregistered", 1, [])
     keys = ServerKeys.read(tmp_path / "keys" / "server")
     own = ClientKeys.read(tmp_path / "keys" / "client-1")
-    unregistered = ClientKeys(own.authority, ClientKeys.read(tmp_path / "unregistered" / "client-0").key)
+    key = ClientKeys.read(tmp_path / "unregistered" / "client-0").key
+    unregistered = ClientKeys(own.authority, key, own.orders)
     with contextlib.ExitStack() as stack:
         variables = {"FEDLOWRANK_TEST": "the server's"}
         link = stack.enter_context(SuperLink(tmp_path / "link", keys, host="0.0.0.0", variables=variables))

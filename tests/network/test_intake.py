@@ -1,8 +1,7 @@
-"""A reply that is too large is not read into memory: neither by the SuperLink's guard nor by the server's half."""
+"""A reply that is too large is not read into memory: by the server's half."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from fedlowrank.network.deploy import guard
 from fedlowrank.network.flower import GridTransport, to_records
 from fedlowrank.network.transport import NodeMessage, Response
 
@@ -137,38 +135,3 @@ def test_an_array_that_cannot_be_read_is_refused() -> None:
         link.objects[broken].replace(b"arraychunk_ids", b"arraychunk_ids{")[:-9] + b"{{{{{{{{{"
     )
     assert "a piece of it cannot be read: JSONDecodeError" in received(link, 1 << 20).too_large
-
-
-# -- the SuperLink
-
-
-def called(parts: list[bytes], headers: list[tuple[bytes, bytes]]) -> tuple[int, int]:
-    """Status and bytes read of a client's call whose body comes in these parts."""
-    read, sent, left = 0, [], list(parts)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal read
-        while (message := await receive())["type"] == "http.request":
-            read += len(message["body"])
-            if not message["more_body"]:
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                return
-
-    async def receive() -> Any:
-        part = left.pop(0)
-        return {"type": "http.request", "body": part, "more_body": bool(left)}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": f"{guard.CLIENTS}push-object", "headers": headers}
-    asyncio.run(guard.limited(app, scope, receive, send))
-    return next((m["status"] for m in sent if m["type"] == "http.response.start"), 0), read
-
-
-def test_a_call_is_read_up_to_its_limit() -> None:
-    part = bytes(1 << 20)
-    assert called([part] * 16, [(b"content-length", b"%d" % (16 << 20))]) == (200, 16 << 20)
-    # refused at once where it says how long it is, else once it is longer
-    assert called([part] * 17, [(b"Content-Length", b"%d" % (17 << 20))]) == (413, 0)
-    assert called([part] * 2000, []) == (0, 16 << 20)

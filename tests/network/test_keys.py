@@ -19,13 +19,13 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from fedlowrank.network.deploy import keys
 from fedlowrank.network.deploy.keys import (
-    AUTHORITY_DAYS,
     ClientKeys,
     ServerKeys,
     add_client,
     make_keys,
     renew_server,
 )
+from fedlowrank.network.enrollment.key_files import AUTHORITY_DAYS
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
 
@@ -62,9 +62,19 @@ def test_the_folder_holds_what_it_says_and_keeps_secrets_from_others(folder: Pat
         for p in folder.rglob("*")
         if p.is_file()
     }
-    secret = {"ca.key", "server/server.key", "client-0/client.key", "client-1/client.key"}
-    public = {"server/ca.crt", "server/server.pem", "server/clients/0.pub", "server/clients/1.pub"}
-    assert set(modes) == secret | public | {"client-0/ca.crt", "client-1/ca.crt"}
+    secret = {
+        "ca.key",
+        "server/server.key",
+        "server/orders.key",
+        "client-0/client.key",
+        "client-1/client.key",
+    }
+    public = {
+        f"server/{name}"
+        for name in ("ca.crt", "server.pem", "orders.pub", "roster.json", "clients/0.pub", "clients/1.pub")
+    }
+    public |= {f"client-{i}/{name}" for i in range(2) for name in ("ca.crt", "orders.pub", "roster.json")}
+    assert set(modes) == secret | public
     assert {name for name, others in modes.items() if not others} >= secret
     assert not any(b"PRIVATE" in (folder / name).read_bytes() for name in set(modes) - secret)
     assert {(folder / name / "ca.crt").read_bytes() for name in ("server", "client-0", "client-1")} == {
@@ -131,7 +141,7 @@ BAD_HOSTS = (
     ("clients", "host", "days", "why"),
     [
         *((1, host, 365, "neither the name of a machine nor an IP address") for host in BAD_HOSTS),
-        *((clients, "good.org", 365, "at least 1 client") for clients in (0, -1)),
+        (-1, "good.org", 365, "cannot have -1 clients"),
         *((1, "good.org", days, "between 1 and") for days in (0, AUTHORITY_DAYS + 1)),
     ],
 )
@@ -203,12 +213,12 @@ def test_a_file_that_is_missing_or_misnamed_is_named(folder: Path) -> None:
     (server / "clients" / "1.pub").rename(server / "clients" / "berlin.pub")
     with pytest.raises(ConfigError, match=r"berlin\.pub"):
         ServerKeys.read(server)
-    for name in ("ca.crt", "server.pem", "server.key"):
+    for name in ("ca.crt", "server.pem", "server.key", "orders.key"):
         (server / name).rename(server / "away")
         with pytest.raises(ConfigError, match=f"no file {name}"):
             ServerKeys.read(server)
         (server / "away").rename(server / name)
-    for name in ("ca.crt", "client.key"):
+    for name in ("ca.crt", "client.key", "orders.pub"):
         (client / name).rename(client / "away")
         with pytest.raises(ConfigError, match=f"no file {name}"):
             ClientKeys.read(client)
@@ -239,3 +249,17 @@ def test_the_command_takes_a_key_away(folder: Path, capsys: pytest.CaptureFixtur
     assert "no public key of client 1" in capsys.readouterr().err
     assert main(["keys", str(folder), "--revoke", "1", "--renew"]) == 1
     assert "exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("client.key", 0o640), ("client.key", 0o604), (".", 0o755), (".", 0o710)]
+)
+def test_keys_that_other_users_can_read_are_refused(folder: Path, name: str, mode: int) -> None:
+    for own, read in (("client-0", ClientKeys.read), ("server", ServerKeys.read)):
+        path = folder / own / name.replace("client.key", {"server": "server.key"}.get(own, name))
+        before = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=r"other users of this machine can read or change .*chmod"):
+            read(folder / own)
+        path.chmod(before)
+        read(folder / own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("flwr")
 from flwr.app import Message, RecordDict
 from flwr.app.metadata import Metadata
+from flwr.server.utils import validator
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.run import Run, RunNotRunningException
 
@@ -28,8 +30,8 @@ PINNED = PinnedApp("fedlowrank/fedlowrank", "ab" * 32)
 class Server:
     """A server that sends one message and keeps what comes back."""
 
-    def __init__(self, records: RecordDict, kind: str, run: Run) -> None:
-        metadata = Metadata(5, "", 1, 7, "", "round-1", time.time(), 60.0, kind)
+    def __init__(self, records: RecordDict, kind: str, run: Run, ahead: float = 0.0) -> None:
+        metadata = Metadata(5, "", 1, 7, "", "round-1", time.time() + ahead, 60.0, kind)
         self.message: Message | None = Message(metadata=metadata, content=records)
         self.message.metadata.__dict__["_message_id"] = self.message.object_id
         self.tree = get_object_tree(self.message)
@@ -88,6 +90,18 @@ def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(
     assert server.calls.index("confirm") < server.calls.index("push")
     assert not node.step()
     assert not node.home.joinpath("working").exists()
+
+
+@pytest.mark.parametrize("ahead", [-299.0, 0.0, 299.0])
+def test_a_reply_is_taken_whatever_the_clock_of_the_client(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    server = Server(to_records("{}", b""), "query.registration", run_of(*PINNED), ahead)
+    assert Node(server.connection(), flower.client, PINNED, folder, tmp_path).step()
+    # as Flower does by the server's clock; an order lives for 60 s here
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead)
+    monkeypatch.setattr(validator, "now", lambda: now)
+    assert validator.validate_message(server.reply, is_reply_message=True) == []
 
 
 @pytest.mark.parametrize(

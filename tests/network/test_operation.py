@@ -69,7 +69,8 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
                 serve(*options)
         assert "starts again" in capsys.readouterr().err
         shutil.rmtree(out)
-    (out / "checkpoint").mkdir(parents=True)
+    out.mkdir(mode=0o700)
+    (out / "checkpoint").mkdir()
     (out / "checkpoint" / "000000.checkpoint").write_text("{}")
     assert serve() == 1
     assert "--resume" in capsys.readouterr().err

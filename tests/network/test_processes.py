@@ -22,6 +22,7 @@ from fedlowrank.simulation.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
+from fedlowrank.network.access.gate import Gate
 from fedlowrank.network.deploy import guard, process_tree
 from fedlowrank.network.deploy.flower_app import as_toml, write_app
 from fedlowrank.network.deploy.flower_process import (
@@ -269,12 +270,13 @@ def ask(path: str, *tokens: bytes, client: tuple[str, int] | None = ("127.0.0.1"
     headers = [(b"host", b"127.0.0.1"), *((guard.HEADER.encode(), token) for token in tokens)]
     scope = {
         "type": "http",
+        "method": "POST",
         "path": path,
         "client": client,
         "server": ("127.0.0.1", 8000),
         "headers": headers,
     }
-    answer: Any = guard.guarded(app, "secret")(scope, receive, send)
+    answer: Any = guard.guarded(Gate(app, None), "secret")(scope, receive, send)
     asyncio.run(answer)
     return int(sent[0]["status"])
 
@@ -293,8 +295,11 @@ def test_only_who_has_the_token_is_heard_on_what_is_not_for_clients(client: tupl
         assert ask(path, client=client) == 403, "loopback alone is no proof"
         assert ask(path, b"secret", client=client) == 200
         assert ask(path, b"", client=client) == ask(path, b"Secret", b"secre", client=client) == 403
-    assert ask("/v1/fleet/pull-messages", client=client) == 200
+    # the token is no client's signature
+    assert ask("/v1/fleet/pull-messages", client=client) == 401
+    assert ask("/v1/fleet/pull-messages", b"secret", client=client) == 401
     assert (ask(guard.PROBE, client=client), ask(guard.PROBE, b"secret", client=client)) == (403, 204)
+    assert ask(guard.REPLIES, client=client) == 403
 
 
 def test_the_start_and_end_of_the_application_pass_the_guard() -> None:
@@ -303,7 +308,7 @@ def test_the_start_and_end_of_the_application_pass_the_guard() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    passed: Any = guard.guarded(app, "")({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    passed: Any = guard.guarded(Gate(app, None), "")({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     asyncio.run(passed)
     assert seen == ["lifespan"]
 
@@ -365,7 +370,7 @@ def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(
     log = "\n".join(caplog.messages)
     assert log.count("started again in 0.01 s") == 1
     assert log.count("started again in 0.05 s") == 4
-    assert "connected to 127.0.0.1:1, which calls this client 123" in log
+    assert "connected to 127.0.0.1:1" in log
 
 
 @pytest.mark.full

@@ -115,7 +115,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
         None,
         "one with an invalid name differ",
     ),
-    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 4"),
+    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 5"),
     "a number above": (registration(3), None, "says it is client 3, but clients go from 0 to 2"),
     "a number below": (registration(-1), None, "says it is client -1, but clients go from 0 to 2"),
     "no example": (registration(1, examples=0), None, "says it has 0 examples"),

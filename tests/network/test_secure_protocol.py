@@ -10,19 +10,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from fedlowrank.network.secure.identity import Roster, Session, Signer
-from fedlowrank.network.secure.leader import Leader, as_bytes, from_bytes
-from fedlowrank.network.secure.member import Member, SecureSumError, threshold
+from fedlowrank.network.secure.leader import SumLeader, as_bytes, from_bytes
+from fedlowrank.network.secure.member import SecureSumError, SumMember, threshold
+from fedlowrank.network.secure.signing import MemberKeys, MemberSigner, Session
 
 SESSION = Session("a" * 16, 0, 3)
 KEYS = [ec.generate_private_key(ec.SECP384R1()) for _ in range(7)]
-ROSTER = Roster.read({
+ROSTER = MemberKeys.read({
     c: key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for c, key in enumerate(KEYS)
 })  # fmt: skip
 
 
-def members(n: int, session: Session = SESSION) -> dict[int, Member]:
-    return {c: Member(c, n, session, ROSTER, Signer(KEYS[c])) for c in range(n)}
+def members(n: int, session: Session = SESSION) -> dict[int, SumMember]:
+    return {c: SumMember(c, n, session, ROSTER, MemberSigner(KEYS[c])) for c in range(n)}
 
 
 def vectors(n: int, size: int = 5) -> dict[int, Any]:
@@ -31,16 +31,16 @@ def vectors(n: int, size: int = 5) -> dict[int, Any]:
 
 
 def play(
-    people: dict[int, Member],
+    people: dict[int, SumMember],
     x: dict[int, Any],
     gone: dict[int, Collection[int]] | None = None,
     change: Callable[[str, Any], Any] = lambda step, value: value,
-) -> tuple[Leader, Any]:
+) -> tuple[SumLeader, Any]:
     """Take all steps; the clients ``gone[k]`` disappear before step k; ``change`` alters what is sent."""
     gone, n = gone or {}, len(people)
-    here, leader = dict(people), Leader(n, SESSION, ROSTER)
+    here, leader = dict(people), SumLeader(n, SESSION, ROSTER)
 
-    def left(step: int) -> dict[int, Member]:
+    def left(step: int) -> dict[int, SumMember]:
         for client in gone.get(step, ()):
             del here[client]
         return dict(here)
@@ -94,13 +94,13 @@ def test_two_may_disappear_at_different_steps() -> None:
 def test_what_the_server_sees_of_a_vector_is_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
     """A masked vector of zeros passes as random: its bits are balanced, and differ from run to run."""
     seen: list[Any] = []
-    add = Leader.add
+    add = SumLeader.add
 
-    def watch(leader: Leader, client: int, masked: Any) -> None:
+    def watch(leader: SumLeader, client: int, masked: Any) -> None:
         seen.append(masked.copy())
         add(leader, client, masked)
 
-    monkeypatch.setattr(Leader, "add", watch)
+    monkeypatch.setattr(SumLeader, "add", watch)
     for _ in range(2):
         _, total = play(members(3), dict.fromkeys(range(3), np.zeros(4000, np.uint64)))
         assert not total.any()
@@ -116,7 +116,7 @@ class TestLies:
     def test_no_two_lists_are_signed_by_enough(self) -> None:
         """A server that shows half of the clients another list gets shares of neither kind from any."""
         people, x = members(7), vectors(7)
-        leader = Leader(7, SESSION, ROSTER)
+        leader = SumLeader(7, SESSION, ROSTER)
         for c, m in people.items():
             leader.announce(c, m.announce())
         for c, m in people.items():
@@ -140,7 +140,7 @@ class TestLies:
 
     def test_one_vector_is_masked_once(self) -> None:
         people = members(3)
-        leader = Leader(3, SESSION, ROSTER)
+        leader = SumLeader(3, SESSION, ROSTER)
         for c, m in people.items():
             leader.announce(c, m.announce())
         for c, m in people.items():
@@ -156,7 +156,7 @@ class TestLies:
             if step != "announced":
                 return value
             return {
-                c: Member(c, 3, SESSION, ROSTER, Signer(KEYS[6])).announce() if c else a
+                c: SumMember(c, 3, SESSION, ROSTER, MemberSigner(KEYS[6])).announce() if c else a
                 for c, a in value.items()
             }
 
@@ -183,10 +183,10 @@ class TestLies:
             play(members(3), vectors(3), change=lambda s, v: change(v) if s == step else v)
 
     def test_a_key_of_low_order_is_refused_by_the_server(self) -> None:
-        signer, keys = Signer(KEYS[0]), (bytes(32), b"\x09" + bytes(31), bytes(32))
+        signer, keys = MemberSigner(KEYS[0]), (bytes(32), b"\x09" + bytes(31), bytes(32))
         announcement = *keys, signer.sign(SESSION.message("keys", 0, *keys))
         with pytest.raises(SecureSumError, match="no keys of X25519"):
-            Leader(3, SESSION, ROSTER).announce(0, announcement)
+            SumLeader(3, SESSION, ROSTER).announce(0, announcement)
 
     def test_wrong_shares_of_a_few_clients_change_nothing(self) -> None:
         x, calls = vectors(7), []

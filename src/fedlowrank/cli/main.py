@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.errors import FedlowrankError, did_you_mean
+from ..core.private_files import private_umask
 from ..core.version import __version__
 
 OVERRIDES = "laid over the file: run.rounds=20 defaults.optimizer.lr=0.05"
@@ -195,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
         help="server, base or a client's number; may be repeated")  # fmt: skip
     add("-o", "--out", type=Path, help="also write the scores to this JSON file")
 
-    add = command("serve", "network:serve", network, "run a method on clients that join over the network")
+    add = command("serve", "serving:serve", network, "run a method on clients that join over the network")
     add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--resume", action="store_true", help="go on with the run in that folder")
     add("--keys", type=Path, help="folder of the server's keys, made by `fedlowrank keys`")
@@ -208,19 +209,65 @@ def parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="your own data, in the form of the experiment's source")
     add("--test", type=Path, help="your own test data, if the source takes such a path")
     add("--server", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
-    add("--keys", type=Path, help="folder of this client's keys, which the server's operator made")
+    add(
+        "--keys",
+        type=Path,
+        help="folder of this client's keys: its own, and what the server's operator gave it",
+    )
     add("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
     add("--folder", type=Path, help="where it keeps its state (default: clients/NAME/CLIENT)")
-    add("--stay", action="store_true", help="do not end with the run, but wait for the next")
+    add("--stay", action="store_true", help="do not end with the run, but wait for the next; see --runs")
+    add("--runs", type=int, default=1, metavar="NUMBER",
+        help="how many runs the folder may take part in (default: %(default)s)")  # fmt: skip
+    add("--max-download", type=int, default=0, metavar="MIB",
+        help="largest download that is taken (default: four times the model, and 64 MiB)")  # fmt: skip
+    add("--no-evaluation", action="store_true", help="send neither accuracies nor losses")
+    add("--exact-evaluation", action="store_true",
+        help="send accuracies and losses with all digits, and of fewer than 20 examples, too")  # fmt: skip
+    add("--send-errors", action="store_true", help="send texts of errors, which may hold parts of your data")
+    add("--forget", action="store_true", help="only remove data, states and models from the folder")
+    add("--policy", type=Path, metavar="FILE.toml", help="refuse an experiment that this site does not allow")
 
-    add = command("keys", "network:keys", common, "keys of a server and its clients, for a trial")
-    add("folder", type=Path, help="to be made")
-    add("--clients", type=int, default=2, help="how many (default: %(default)s)")
+    add = command("poc", "poc:poc", common, "a server and three sites on this machine, for a trial")
+    add(
+        "file",
+        type=Path,
+        nargs="?",
+        metavar="FILE",
+        help="experiment file (default: FedAvg on iris, 3 rounds)",
+    )
+    add("--clients", type=int, help="how many sites (default: 3)")
+    add("-o", "--out", type=Path, help="keep everything in this folder (default: a temporary one)")
+
+    about = "keys: of a server, of a site that asks to join, or of a whole federation for a trial"
+    add = command("keys", "keys:keys", common, about)
+    add("folder", type=Path, help="of the keys, made by `keys` or `keys --request`")
+    add(
+        "--clients",
+        type=int,
+        default=2,
+        help="make keys for so many; 0: each makes its own (default: %(default)s)",
+    )
     add("--host", action="append", default=[], dest="hosts", help="name of the server; may be repeated")
-    add("--add", type=int, metavar="CLIENT", help="only keys for one more client, of that number")
+    add(
+        "--request",
+        type=int,
+        metavar="CLIENT",
+        help="at a site: make your own key, and a request for the operator",
+    )
+    add("--passphrase", action="store_true", help="with --request: encrypt the private key; it is asked for")
+    add("--accept", type=Path, metavar="FILE", help="enter the key of a client's request, or prolong it")
+    add(
+        "--fingerprint", default="", help="with --accept: as the client read it aloud; another one is refused"
+    )
+    add("--roster", action="store_true", help="show numbers, fingerprints and ends of all keys, to compare")
+    add("--add", type=int, metavar="CLIENT", help="make a key for one more client, of that number")
     add("--revoke", type=int, metavar="CLIENT", help="take this client's key away from the server")
+    add("--prolong", type=int, metavar="CLIENT", help="let this client's key live --days from now on")
     add("--renew", action="store_true", help="a new certificate of the server, for the same or other hosts")
-    add("--days", type=int, default=365, help="how long the certificate is good for (default: %(default)s)")
+    add("--days", type=int, default=365, help="life of a certificate or key (default: %(default)s)")
+
+    command("privacy", "privacy:privacy", common, "what all runs of this site have spent of its privacy")
 
     add = command("app", "network:app", network, "a Flower app of an experiment, for `flwr run`")
     add("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
@@ -274,7 +321,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # a polite kill ends as Ctrl-C does: the last finished round is kept
         before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _call(**vars(args))
+        # runs hold data of their clients, and what was learned from it
+        with private_umask():
+            return _call(**vars(args))
     except FedlowrankError as error:
         if args.debug:
             raise

@@ -1,8 +1,9 @@
-"""What ``fedlowrank serve | join | keys | app`` do, and ``run --engine flower``."""
+"""What ``fedlowrank serve | join | app`` do, and ``run --engine flower``."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -18,15 +19,28 @@ from typing import Any
 
 from ..config.experiment import ExperimentConfig
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError
-from ..core.files import as_checkpoint_error, write_json
+from ..core.files import write_json
+from ..core.private_files import is_readable_by_others, make_private_folder, refuse_readable
+from ..data.overlap import sketch_files
 from ..network.client import own_share, prepare
+from ..network.deploy import guard
 from ..network.deploy.flower_app import CLIENT, SERVER, write_app, write_own_app
 from ..network.deploy.flower_process import ProcessError
-from ..network.deploy.keys import ClientKeys, ServerKeys, add_client, make_keys, renew_server, revoke_client
+from ..network.deploy.forget import forget as remove_client_data
+from ..network.deploy.in_use import home_of
+from ..network.deploy.keys import ClientKeys, ServerKeys, name_revoked
 from ..network.deploy.processes import SuperLink, SuperNode
 from ..network.deploy.supervise import supervise
 from ..network.drive import clients_of
+from ..network.enrollment.key_request import PASSPHRASE
+from ..network.operation.policy import Policy, refuse, upload_paths
+from ..network.site.audit_log import AUDIT, SiteAudit
+from ..network.site.settings import SiteSettings
+from ..network.site.signatures import read_public_key
+from ..simulation.digest import digest_of
 from ..simulation.run_folder import RunFolder
+from ..trust.site_ledger import open_state
+from .keys import check_own_key, refusing_expired
 from .one_run import read_one, show_run
 from .terminal import say
 
@@ -118,33 +132,45 @@ def serve(
         logger.info(
             f"the run in {out} ended before its first checkpoint; it is moved aside, and starts again"
         )
-    home = out.with_name(f"{out.name}.flower")
-    with as_checkpoint_error(f"cannot make {home}"):
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    home = home_of(out)
+    refuse_readable(*([out] if begun else []), out.with_name(f"{out.name}.audit.jsonl"))
+    make_private_folder(home)
     flower = _flower()
     log = home / "server.log"
     variables = {
         flower.EXPERIMENT: str((home / "experiment.json").absolute()),
         flower.OUT: str(out.absolute()),
         flower.LOG: str(log.absolute()),
-        **({flower.NODES: str((home / "nodes.json").absolute())} if secured is not None else {}),
+        guard.AUDIT: str(out.with_name(f"{out.name}.audit.jsonl").absolute()),
     }
-    if insecure:
-        logger.info("insecure: anyone who reaches this port can join, and read all that is sent")
+    if secured is not None:
+        variables[flower.NODES] = str((home / "nodes.json").absolute())
+        variables[flower.ORDER_KEY] = str(secured.orders.absolute())
+        variables[flower.FEDERATION] = digest_of(secured.authority.read_bytes())
+    else:
+        logger.info(
+            "insecure: anyone who reaches this port can join, read all that is sent, and give orders to clients"
+        )
     link = SuperLink(home, secured, host=host, port=port, variables=variables)
-    with _interrupted_once(), link:
+    with _interrupted_once(), link, refusing_expired(keys):
         # not before it has its home to itself
         log.unlink(missing_ok=True)
         write_json(home / "experiment.json", experiment.to_dict())
         write_own_app(home / "app")
         if secured is not None:
             nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
-            for number in link.keep_only(secured.clients.values()):
-                logger.info(f"the key of the client that Flower calls {number} was revoked; it is refused")
+            _unregister_revoked(link)
             write_json(home / "nodes.json", nodes)
         logger.info(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
         _see_through(link, home / "app", log)
     return show_run(out)
+
+
+def _unregister_revoked(link: SuperLink) -> None:
+    """Let no round wait for a client whose key was revoked, and say so."""
+    for key in link.unregister_revoked():
+        assert link.keys is not None, "else no key is known"
+        logger.info("the key of %s was revoked; it is refused", name_revoked(link.keys.authority.parent, key))
 
 
 def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
@@ -178,8 +204,13 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             except ProcessError as error:
                 logger.info("run %d of before could not be stopped: %s", run, error)
             run, looked = link.submit(app), time.monotonic()
+            continue
+        try:
+            _unregister_revoked(link)
+        except ProcessError as error:
+            logger.info("%s; it is tried again", error)
         # to ask costs a second of work, so only when the run seems over, or now and then
-        elif last is not None or time.monotonic() - looked > 60:
+        if last is not None or time.monotonic() - looked > 60:
             looked = time.monotonic()
             status = link.status(run)
             # lines that came while Flower answered
@@ -188,6 +219,8 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
                 return
             if status.is_finished or last is not None:
                 why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
+                if why.startswith("paused: "):
+                    raise ProcessError(f"the run is {why} Details: {link.log}")
                 raise ProcessError(f"the run failed: {why} Go on with it by --resume; details: {link.log}")
 
 
@@ -228,21 +261,57 @@ def join(
     insecure: bool,
     folder: Path | None,
     stay: bool,
+    no_evaluation: bool,
+    exact_evaluation: bool,
+    send_errors: bool,
+    runs: int,
+    max_download: int,
+    forget: bool = False,
+    policy: Path | None = None,
 ) -> int:
-    """Take part in a run as one of its clients, until it is over."""
+    """Take part in a run as one of its clients, until it is over; or remove what its folder holds."""
     _flower()
     experiment = read_experiment(file, overrides, method)
     count = clients_of(experiment)
     if not 0 <= client < count:
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
+    folder = folder or Path("clients") / experiment.name / str(client)
+    if forget:
+        return _forget(folder, client)
     if (keys is None) != insecure:
         raise ConfigError(
-            f"pass --keys keys/client-{client}, which the server's operator made by `fedlowrank keys` for "
-            "you; or, for a trial on one machine, --insecure, but not both"
+            f"pass --keys keys/client-{client}, whose key you made by `fedlowrank keys keys/client-{client} --request "
+            f"{client}` and the server's operator accepted; or, for a trial on one machine, --insecure, but not both"
         )
     if keys is not None:
         _refuse_keys_of_another(keys, client)
     own = None if keys is None else ClientKeys.read(keys)
+    passphrase = "" if own is None else check_own_key(own, client)
+    if no_evaluation and exact_evaluation:
+        raise ConfigError("--no-evaluation and --exact-evaluation exclude each other")
+    if send_errors and experiment.run.privacy.kind != "none":
+        raise ConfigError(
+            "--send-errors: texts of errors are not private; leave it out where run.privacy is set"
+        )
+    if runs < 1:
+        raise ConfigError(f"--runs {runs}: a client takes part in 1 run or more")
+    if max_download < 0:
+        raise ConfigError(f"--max-download {max_download}: give a number of MiB, or 0 for the default")
+    site = SiteSettings(
+        order_key="" if own is None else read_public_key(own.orders),
+        evaluation="none" if no_evaluation else "exact" if exact_evaluation else "rounded",
+        send_errors=send_errors,
+        runs=runs,
+        max_download=max_download << 20,
+    )
+    if own is None:
+        logger.info(
+            "insecure: orders are not signed; whoever reaches the server may give orders to this client"
+        )
+    parts = None
+    if experiment.run.privacy.kind != "none":
+        # before anybody waits for this client
+        open_state()
     if data is None:
         logger.info(
             f"client {client} takes its share of the experiment's own data; pass --data for data of yours"
@@ -250,13 +319,27 @@ def join(
         shares = experiment.shares()
     else:
         shares = own_share(experiment, client, count, data, test)
-    folder = folder or Path("clients") / experiment.name / str(client)
-    prepare(folder, experiment, client, shares)
+        if is_readable_by_others(data):
+            logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
+        if experiment.run.privacy.kind != "none":
+            parts = sketch_files([data])
+    allowed = Policy.stored(folder) if policy is None else Policy.read(policy)
+    prepare(folder, experiment, client, shares, site, parts=parts)
+    if allowed is not None:
+        train = len(shares.data[client].train)
+        sends = site.evaluation != "none"
+        refuse(allowed, allowed.violations(experiment, count, train, lambda: upload_paths(folder), sends))
+        allowed.store(folder)
+        SiteAudit(folder / AUDIT).policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
+        logger.info(f"client {client}: the experiment keeps to the policy, digest {allowed.digest}")
     sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
     logger.info(
         "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
     )
     node = SuperNode(folder / "flower", server, folder, own)
+    if passphrase:
+        # other users cannot read the environment of a process
+        node.variables[PASSPHRASE] = passphrase
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
@@ -264,6 +347,16 @@ def join(
         supervise(node, stop)
     for model in _models(folder):
         logger.info(f"its model: {model.parent}")
+    return 0
+
+
+def _forget(folder: Path, client: int) -> int:
+    """Remove what a client's folder holds, and print what was removed and what is still there."""
+    removed, left = remove_client_data(folder, client)
+    for path in removed:
+        say(f"removed: {path}")
+    for path in left:
+        say(f"still there: {path}")
     return 0
 
 
@@ -319,35 +412,6 @@ def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
             # Flower drops the replies of a node that left before the server fetched them
             stop.wait(5)
             stop.set()
-
-
-def keys(
-    folder: Path,
-    clients: int,
-    hosts: Sequence[str],
-    days: int,
-    add: int | None,
-    revoke: int | None,
-    renew: bool,
-) -> int:
-    """Make the keys of a federation or of one more client, take one away, or renew the server's."""
-    if sum((add is not None, revoke is not None, renew)) > 1:
-        raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
-    restart = "restart `fedlowrank serve`, with --resume if its run goes on"
-    if add is not None:
-        add_client(folder, add)
-        say(f"{folder / f'client-{add}'}: give it to client {add} alone; {restart}")
-    elif revoke is not None:
-        gone = revoke_client(folder, revoke)
-        say(f"{gone}: the key of client {revoke} is revoked from the next start on; {restart}")
-    elif renew:
-        renew_server(folder, hosts, days)
-        say(f"{folder / 'server'}: has a new certificate for {days} days; clients notice nothing; {restart}")
-    else:
-        make_keys(folder, clients, hosts, days)
-        say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
-        say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client alone")
-    return 0
 
 
 def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> int:

@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..core.errors import CheckpointError
+from ..network.account import Account
+from ..network.operation.activity import UpdateShape
 from ..simulation.digest import read_sealed
 from ..simulation.lock import is_alive, read_holder
 from ..simulation.records import RunRecord, describe_missing, run_folders
@@ -21,7 +23,56 @@ def show(folders: Sequence[Path]) -> int:
     for folder in run_folders(folders):
         table.add_row(*map(escape, row(folder)))
     OUT.print(table)
+    for folder in run_folders(folders):
+        if (clients := clients_table(folder)) is not None:
+            OUT.print(clients)
+            if paused := Account.read(folder).paused:
+                # not in a table, so that its commands can be copied
+                OUT.print(f"{folder} is paused: {paused}", soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def clients_table(folder: Path) -> Table | None:
+    """What the server of a run remembers of each client, or None if it has none over a network."""
+    try:
+        account, run = Account.read(folder), RunRecord.load(folder)
+    except CheckpointError:
+        # the row of the run says so
+        return None
+    columns = "examples", "last reply (UTC)", "bytes", "seconds", "length", "cosine", ""
+    caption = "length: of the update, in usual norms; cosine: with the mean of the others"
+    table = Table("client", *columns, title=str(folder), caption=caption)
+    shapes = account.shapes.get(max(account.shapes, default=0), {})
+    for client in range(len(run.clients)):
+        reply, shape = account.replies.get(client), shapes.get(client, UpdateShape(None, None))
+        last = ("none", "", "")
+        if reply is not None:
+            used = "" if reply.used else ", not used"
+            when = f"round {reply.round}, {reply.time[5:16].replace('T', ' ')}{used}"
+            last = (when, f"{reply.bytes:,}", f"{reply.seconds:g}")
+        examples = str(account.clients[client]["train"]) if client in account.clients else ""
+        length, cosine = ("" if x is None else f"{x:.2g}" for x in (shape.length, shape.cosine))
+        table.add_row(str(client), examples, *last, length, cosine, escape(_remark(account, client)))
+    return table
+
+
+def _remark(account: Account, client: int) -> str:
+    """What keeps a client from taking part as the others do."""
+    remarks = []
+    if client not in account.clients:
+        remarks.append("not registered")
+    if client in account.excluded:
+        remarks.append(f"excluded after round {account.excluded[client]}")
+    limits = account.settings.get("limits", {})
+    if 0 < limits.get("ban_after", 0) <= (refused := account.refused.get(client, 0)):
+        remarks.append(f"on the blocklist: {refused} replies refused")
+    elif refused:
+        remarks.append(f"{refused} replies refused")
+    if 0 < limits.get("strikes", 0) <= sum(account.long.get(client, ())):
+        remarks.append("held to the usual norm")
+    if missed := account.silent.get(client, 0):
+        remarks.append(f"missed {missed} orders in a row")
+    return "; ".join(remarks)
 
 
 def row(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,31 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically, one level of indentation for a person to read."""
     write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def append_event(path: Path | None, event: str, **fields: Any) -> None:
+    """Append a line of JSON to a log: the time (UTC), the event and its fields; it is on the disk on return.
+
+    Args:
+        path: of the log; made if it does not exist. None: nothing is written.
+        event: what happened.
+        fields: further entries of the line.
+
+    Raises:
+        CheckpointError: if the disk is full or the file cannot be written.
+    """
+    if path is None:
+        return
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    line = json.dumps({"time": now, "event": event, **fields})
+    with as_checkpoint_error(f"cannot write {path}"), path.open("a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            # a machine that lost power may have kept a part of the last line
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def encode_json_rows(rows: Iterable[Any]) -> bytes:

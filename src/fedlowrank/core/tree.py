@@ -35,6 +35,8 @@ _DAMAGE = (
 )  # fmt: skip
 """What damaged bytes make the parsers below raise, and the classes that are made of what they found."""
 _PLAIN = (bool, int, float, str)
+_VALUE_BYTES = 256
+"""Memory of one value of the skeleton with its dictionary, or more."""
 _WIDE = {
     torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64,
     torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
@@ -290,16 +292,20 @@ def encode(value: Any) -> bytes:
         raise TreeError(f"a tensor or a name in the tree has no safetensors form: {error!r}") from error
 
 
-def decode(data: bytes, bools: int | None = None) -> Any:
+def decode(data: bytes, bools: int | None = None, memory: int | None = None) -> Any:
     """Inverse of :func:`encode`.
 
     Args:
         data: the bytes.
         bools: how many booleans there may be, for each takes a byte in memory and only a bit in a message;
             None for any number.
+        memory: bytes that the tree may take in memory, where the bytes are somebody else's: a boolean takes
+            eight times its part of a message, and a small value of the header up to a hundred times; None for
+            any number.
 
     Raises:
-        TreeError: if the bytes are cut short, are of another format, or name a class that is not registered.
+        TreeError: if the bytes are cut short, are of another format, name a class that is not registered, or
+            stand for a larger tree.
     """
     try:
         size = int.from_bytes(data[:8], "little")
@@ -307,6 +313,18 @@ def decode(data: bytes, bools: int | None = None) -> Any:
             raise TreeError(
                 f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}"
             )
+        if memory is not None:
+            # the booleans are counted as they come
+            room = (
+                memory
+                - len(data)
+                - _VALUE_BYTES * sum(data.count(c, 8, 8 + size) for c in (b"{", b"[", b","))
+            )
+            if room < 0:
+                raise TreeError(
+                    f"these {len(data)} bytes would take more than the {memory} bytes of memory that they may"
+                )
+            bools = room if bools is None else min(bools, room)
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
         return _decode(shape, safetensors.torch.load(data), "", [math.inf if bools is None else bools])
     except TreeError:

@@ -42,6 +42,7 @@ class ClientResult:
         error: why there is no reply, if training met a NaN.
         lost: why there is none otherwise, such as a client that cannot be reached.
         diverged: whether it is lost because a number of it is not finite, found where the client is elsewhere.
+        refused: whether it is lost because the server refuses what the client sends, so that it counts as hostile.
     """
 
     state: Any
@@ -50,6 +51,7 @@ class ClientResult:
     error: NonFiniteError | None = None
     lost: str | None = None
     diverged: bool = False
+    refused: bool = False
 
 
 @dataclass

@@ -20,6 +20,7 @@ from ..simulation import checkpoint
 from ..simulation.digest import check_seal, sealed
 from ..simulation.lock import exclusive
 from ..simulation.records import read_clients
+from .operation.activity import LastReply, UpdateShape
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,12 @@ class Account:
         updates: see :class:`.validation.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
         settings: the section ``network`` of the experiment.
+        long: whether each of a client's last updates was too long, see :class:`.validation.shortening.Strikes`.
+        replies: the last reply of each client.
+        seconds: see :class:`.operation.grace.Grace`.
+        shapes: length and direction of the updates of the last rounds, by round and client.
+        paused: what was said when the run paused; empty if it did not, or goes on.
+        watched_from: the round from which a fall of validation is looked for.
     """
 
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -56,6 +63,12 @@ class Account:
     updates: dict[int, dict[str, tuple[float | None, float]]] = field(default_factory=dict)
     refusals: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    long: dict[int, list[int]] = field(default_factory=dict)
+    replies: dict[int, LastReply] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    shapes: dict[int, dict[int, UpdateShape]] = field(default_factory=dict)
+    paused: str = ""
+    watched_from: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> Account:
@@ -132,6 +145,9 @@ def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
         account.branch += 1
         # the norms of rounds that are done again are measured again
         account.updates = {t: norms for t, norms in account.updates.items() if t < target}
+        account.shapes = {t: shapes for t, shapes in account.shapes.items() if t <= target}
+        if account.watched_from > target:
+            account.watched_from = 0
     # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
     if target in kept:
         account.write(folder)

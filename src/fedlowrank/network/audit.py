@@ -3,23 +3,24 @@
 RUN.audit.jsonl, beside the run folder, is only appended to, also by ``serve --resume``. Every line has
 ``time`` (UTC) and ``event``:
 
-- ``registered``: client, node, examples
-- ``rejected``: node, why
+- ``registered``: client, examples
+- ``rejected``: client (of the key; null without keys), why
 - ``reply``: client, round (from 1), bytes, digest (BLAKE2b of the upload, 16 bytes), accepted, why
+- ``denied``: client, call, why; a call of a registered client that the server's process refused, such as a
+  message in the name of another client; the same one at most once a minute
+- ``shortened``: client, round, length (in usual norms), kept (the share of its length that is used)
+- ``paused``: round, why
 - ``refused``: client, round, why; also of a reply that was accepted at first, but whose norm is an outlier
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.files import as_checkpoint_error
+from ..core.files import append_event
 from .messages import plain
 from .transport import Response
 
@@ -34,31 +35,36 @@ class Audit:
 
     path: Path | None = None
 
-    def registered(self, client: int, node: int, examples: int) -> None:
+    def registered(self, client: int, examples: int) -> None:
         """Log the registration of a client."""
-        self._append("registered", client=client, node=node, examples=examples)
+        append_event(self.path, "registered", client=client, examples=examples)
 
-    def rejected(self, node: int, why: str) -> None:
-        """Log the rejection of a node."""
-        self._append("rejected", node=node, why=plain(why, 1000))
+    def rejected(self, client: int | None, why: str) -> None:
+        """Log the rejection of a node, whose key is a client's if keys are checked."""
+        append_event(self.path, "rejected", client=client, why=plain(why, 1000))
 
     def reply(self, response: Response, client: int, round: int, why: str | None) -> None:
         """Log a reply, with the reason if it was not used; ``round`` counts completed rounds."""
         size = len(response.header) + len(response.payload)
         digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
         found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
-        self._append("reply", **found, accepted=why is None, why=plain(why or "", 1000))
+        append_event(self.path, "reply", **found, accepted=why is None, why=plain(why or "", 1000))
 
     def refused(self, client: int, round: int, why: str) -> None:
         """Log that a reply is not used; ``round`` counts completed rounds."""
-        self._append("refused", client=client, round=round + 1, why=plain(why, 1000))
+        append_event(self.path, "refused", client=client, round=round + 1, why=plain(why, 1000))
 
-    def _append(self, event: str, **fields: Any) -> None:
-        if self.path is None:
-            return
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "event": event, **fields})
-        with as_checkpoint_error(f"cannot write {self.path}"), self.path.open("a") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def shortened(self, client: int, round: int, length: float, kept: float) -> None:
+        """Log that an update is shortened; ``round`` counts completed rounds."""
+        append_event(
+            self.path, "shortened", client=client, round=round + 1, length=digits(length), kept=digits(kept)
+        )
+
+    def paused(self, round: int, why: str) -> None:
+        """Log that the run pauses after so many rounds."""
+        append_event(self.path, "paused", round=round, why=plain(why, 2000))
+
+
+def digits(number: float) -> float:
+    """A number to four digits."""
+    return float(f"{number:.4g}")

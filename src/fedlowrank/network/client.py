@@ -4,6 +4,8 @@ FOLDER/client.json    the number of the client, and the experiment
 FOLDER/data.tree      its examples, as the experiment prepares them
 FOLDER/RUN/           its states in a run, see :mod:`.client_memory`
 FOLDER/RUN/model/     its model, at the end of the run
+FOLDER/site.json      what the server has asked, see :mod:`.site.allowance`
+FOLDER/audit.jsonl    what left, and what was refused, see :mod:`.site.audit_log`
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,27 +30,48 @@ from ..core import tree
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, write_atomically, write_json
 from ..core.method import Method
+from ..core.private_files import make_private_folder, refuse_readable
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
+from ..data.overlap import sketch_examples
 from ..engines.base import ClientJob
 from ..engines.sequential import Sequential
 from ..simulation.averaged_statistics import average_statistics
 from ..simulation.client_metrics import choose_metrics
 from ..simulation.digest import check_seal, digest_of, sealed
-from ..simulation.evaluation import evaluate_client
+from ..simulation.evaluation import ClientEvaluation, evaluate_client
 from ..simulation.local_model import LocalModel, local_model
 from ..simulation.participants import Participants
 from ..simulation.preparation import check_parts, placed
 from ..simulation.run_folder import versions
 from ..trust.budget import LEDGER, Budget
 from ..trust.protection import protect
+from ..trust.site_ledger import SiteLedger, SiteRun
 from .client_memory import ClientMemory, ForgottenError
-from .messages import Answer, Order, Registration, sections
+from .messages import Answer, Order, RefusedOrderError, Registration, RegistrationRequest, sections
+from .site.allowance import Allowance, Asked, most_trainings
+from .site.audit_log import AUDIT, SiteAudit, explain
+from .site.evaluations import coarsen, coarsen_losses
+from .site.settings import SiteSettings
+from .site.signatures import check_signature
+
+logger = logging.getLogger(__name__)
 
 CLIENT_FILE = "client.json"
 
+SMALL_DOWNLOAD = 64 << 20
+"""Bytes that any download may have."""
 
-def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Shares) -> None:
+
+def prepare(
+    folder: Path,
+    experiment: ExperimentConfig,
+    client: int,
+    shares: Shares,
+    site: SiteSettings | None = None,
+    *,
+    parts: Sequence[str] | None = None,
+) -> None:
     """Make a client's folder. The states in an existing folder stay.
 
     Args:
@@ -54,9 +79,13 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
         experiment: that it takes part in.
         client: its number.
         shares: the clients' examples; those of this client are stored.
+        site: what the client allows the server; None for the defaults.
+        parts: a sketch of its data (:mod:`fedlowrank.data.overlap`), by which the site's ledger of privacy
+            recognizes the data; None makes it of the examples for training, and an empty one keeps no account
+            at the site, for a simulation.
 
     Raises:
-        ConfigError: if the folder is of another client or experiment.
+        ConfigError: if the folder is of another client or experiment, or other users can read it.
         CheckpointError: if it cannot be written.
     """
     data, tables = tree.encode(_packed(shares.data[client])), experiment.to_dict()
@@ -66,23 +95,21 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
         "classes": list(shares.classes),
         "clients": len(shares.data),
         "data": digest_of(data),
+        "site": _stored_site(site or SiteSettings(), experiment),
+        "parts": [],
     }
+    if experiment.run.privacy.kind != "none":
+        made["parts"] = sketch_examples(shares.data[client].train) if parts is None else list(parts)
+    make_private_folder(folder)
     path = folder / CLIENT_FILE
     if path.exists():
         stored = _read_client_file(path)
         if stored["client"] != client or sections(stored["tables"]) != sections(tables):
-            spent = (
-                f" Its {LEDGER} is the account of the client's privacy: another folder begins without it."
-                if (folder / LEDGER).exists()
-                else ""
-            )
             raise ConfigError(
                 f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
                 "was changed, such as in run.rounds. Choose another folder, or remove it with the client's "
-                f"states.{spent}"
+                "states. What was spent of its privacy is counted by its data, whatever the folder."
             )
-    with as_checkpoint_error(f"cannot make {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "data.tree", data)
     write_json(path, sealed(made))
 
@@ -121,9 +148,11 @@ class ClientRuntime:
 
     Raises:
         CheckpointError: if the folder is missing or damaged.
+        ConfigError: if other users of the machine can read it.
     """
 
     def __init__(self, folder: Path) -> None:
+        refuse_readable(folder)
         self.folder = folder
         stored = _read_client_file(folder / CLIENT_FILE)
         self.client: int = stored["client"]
@@ -131,6 +160,11 @@ class ClientRuntime:
         self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
         self.is_private = self.made.run.privacy.kind != "none"
+        # a folder of an earlier release has no such entry
+        self.site = SiteSettings(**stored.get("site", {}))
+        self.audit = SiteAudit(folder / AUDIT)
+        # a folder of an earlier release has none
+        self._parts: list[str] | None = stored.get("parts")
         try:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != stored["data"]:
@@ -162,6 +196,76 @@ class ClientRuntime:
         budget.open(self.folder / LEDGER)
         return budget
 
+    def _site_ledger(self, run: str) -> SiteLedger | None:
+        """The site's ledger of privacy in a run; None where nothing is private, or the run is a simulation."""
+        privacy = self.made.run.privacy
+        parts = sketch_examples(self.data.train) if self._parts is None else self._parts
+        if privacy.kind == "none" or not parts:
+            return None
+        described = SiteRun(
+            privacy.kind,
+            tuple(parts),
+            float(privacy.delta or 0),
+            privacy.accountant,
+            self.made.default_method,
+            str(self.folder.absolute()),
+        )
+        # several clients of one machine may take part in a run
+        return SiteLedger(f"{run}-{digest_of(*map(str.encode, parts))[:8]}", described)
+
+    def _spend(self, order: Order, newest: int) -> str:
+        """Charge what an order costs of the client's privacy, before anything is sent.
+
+        Args:
+            order: any.
+            newest: round whose state was kept last, from 1; 0 for none.
+
+        Returns:
+            Why the client does not train: its budget is spent; else "".
+
+        Raises:
+            CheckpointError: if what was spent is not known.
+        """
+        if (budget := self.budget) is None:
+            return ""
+        site, clip = self._site_ledger(order.run), float(self.made.run.clipping.norm or 0.0)
+        if not budget.is_local:
+            why = "" if site is None else self._follow(site, budget, order, clip)
+        else:
+            why = self._charge_own_noise(site, budget, order, clip, newest) if order.train else ""
+        if not why:
+            return ""
+        # what other runs have spent is not the server's to know
+        logger.info("round %d is refused: %s", order.round + 1, why)
+        return f"its privacy budget, privacy.epsilon = {budget.privacy.epsilon}, is spent"
+
+    def _charge_own_noise(
+        self, site: SiteLedger | None, budget: Budget, order: Order, clip: float, newest: int
+    ) -> str:
+        """Charge an update with the client's own noise; returns why that exceeds the budget, or ""."""
+        if site is not None and (earlier := budget.count_site(site)):
+            logger.info(earlier)
+        with budget.exclusive():
+            if not budget.allowed([self.client], order.round):
+                return budget.reason()
+            if newest:
+                budget.require(newest - 1)
+            budget.charge(order.round, clip, [self.client])
+        return ""
+
+    def _follow(self, site: SiteLedger, budget: Budget, order: Order, clip: float) -> str:
+        """Charge the rounds of a server that adds the noise; returns why they exceed the budget, or ""."""
+        if not (order.train or (order.last and order.round)):
+            return ""
+        # the last order only tells how many rounds there were
+        limit, rounds = budget.privacy.epsilon if order.train else None, order.round + order.train
+        spent = site.follow(
+            rounds, budget.noise, clip, budget.sampling, self.client, limit, trains=order.train
+        )
+        if limit is None or spent <= limit:
+            return ""
+        return f"with earlier runs of this site on the same data, the round costs ε = {spent:.4g}"
+
     @cached_property
     def method(self) -> Method[Any, Any, Any, Any]:
         """The experiment's method; its updates are protected as the experiment says."""
@@ -170,6 +274,20 @@ class ClientRuntime:
         check_parts(method, self.federation, run.micro_batch)
         method = average_statistics(method, task, run)
         return protect(method, task, run.trust, self.budget, expected=draws.expected, system=True)
+
+    @cached_property
+    def max_download(self) -> int:
+        """Bytes that a download may have: four times the model and what the method sends first, and 64 MiB.
+
+        ``join --max-download`` sets another number.
+        """
+        if self.site.max_download:
+            return self.site.max_download
+        task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
+        module = task.model(info).module
+        model = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+        first = self.method.download(self.method.server_init(task), info)
+        return SMALL_DOWNLOAD + 4 * (model + tree.encoded_size(first))
 
     def registration(self) -> tuple[Registration, bytes]:
         """Header and payload of its registration; under differential privacy without its data's sizes."""
@@ -191,6 +309,40 @@ class ClientRuntime:
         }
         return header, tree.encode(form)
 
+    def reply(self, kind: str, header: str, payload: bytes, signature: str = "") -> tuple[str, bytes]:
+        """Check a message of the server and answer it; the site's audit log has the reply before it leaves.
+
+        Args:
+            kind: of the message: registration or order.
+            header: of the message.
+            payload: of the message.
+            signature: that came with it, see :mod:`.site.signatures`.
+
+        Returns:
+            Header and payload of the reply.
+
+        Raises:
+            RefusedOrderError: if the message is not the server's, or of another run.
+            FedlowrankError: if it cannot be read, or the folder is damaged.
+        """
+        made: Registration | Answer
+        try:
+            if self.site.order_key:
+                check_signature(self.site.order_key, kind, self.client, header, payload, signature)
+            if kind == "registration":
+                # a server without keys does not name its run to a node that it does not know
+                if run := RegistrationRequest.from_json(header).run:
+                    Allowance(self.folder, self.site.runs).check_run(run)
+                made, upload = self.registration()
+            else:
+                made, upload = self.answer(Order.from_json(header), payload)
+        except RefusedOrderError as error:
+            self.audit.refused(kind, str(error))
+            raise
+        text = made.to_json()
+        self.audit.left(kind, text, upload)
+        return text, upload
+
     def answer(self, order: Order, payload: bytes) -> tuple[Answer, bytes]:
         """Execute an order on a download; returns header and payload of the reply.
 
@@ -203,14 +355,33 @@ class ClientRuntime:
                 lock = FileLock(self.folder / "lock").acquire()
             with lock:
                 return self._answer(order, payload, reply)
+        except RefusedOrderError as error:
+            self.audit.refused("order", str(error))
+            return dataclasses.replace(reply, problem=str(error), kind="other"), b""
         except ForgottenError as error:
-            return dataclasses.replace(reply, problem=str(error), kind="state"), b""
+            expected = (
+                f"the server expects the state after round {order.stamp}, which this client does not have"
+            )
+            return dataclasses.replace(reply, problem=f"{expected}: {self.explain(error)}", kind="state"), b""
         except CheckpointError as error:
-            return dataclasses.replace(reply, problem=str(error), kind="disk"), b""
+            why = f"its folder cannot be read or written: {self.explain(error)}"
+            return dataclasses.replace(reply, problem=why, kind="disk"), b""
+
+    def explain(self, error: BaseException) -> str:
+        """What the server learns of an error: its text stays in the audit log unless the site sends error texts."""
+        return explain(error, self.audit, self.site)
 
     def _answer(self, order: Order, payload: bytes, reply: Answer) -> tuple[Answer, bytes]:
         digest = hashlib.blake2b(order.to_json().encode() + payload, digest_size=16).hexdigest()
-        memory = ClientMemory(self.folder / _run_name(order.run), self.made.run.keep_checkpoints)
+        run, rounds = _run_name(order.run), self.made.run.rounds
+        allowance = Allowance(self.folder, self.site.runs)
+        # before anything of the run is made
+        allowance.check_run(run)
+        if not 0 <= order.round <= (rounds - 1 if order.train else rounds):
+            raise RefusedOrderError(
+                f"an order of round {order.round + 1} came, but the run has {rounds} rounds"
+            )
+        memory = ClientMemory(self.folder / run, self.made.run.keep_checkpoints)
         before = memory.answered(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
@@ -218,49 +389,81 @@ class ClientRuntime:
         # a state that is missing is reported below
         old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
         if order.branch < branch or (order.branch == branch and old):
-            why = f"an order of round {order.round + 1} came when one of round {newest} had been answered"
-            return dataclasses.replace(reply, problem=why, kind="other"), b""
-        state, method, down = memory.at(order.stamp), self.method, tree.decode(payload)
+            raise RefusedOrderError(
+                f"an order of round {order.round + 1} came when one of round {newest} had been answered"
+            )
+        asked = allowance.of(run)
+        works = order.train or order.last
+        if works and self.site.runs and asked.trainings >= most_trainings(rounds):
+            raise RefusedOrderError(
+                f"this client has trained {asked.trainings} times for a run of {rounds} rounds; it trains no more"
+            )
+        if len(payload) > self.max_download:
+            raise RefusedOrderError(
+                f"a download of {len(payload)} bytes came; at most {self.max_download} are taken (fedlowrank join "
+                "--max-download)"
+            )
+        # booleans and small values take more memory than bytes of a message
+        down = tree.decode(payload, memory=2 * self.max_download)
+        state, method = memory.at(order.stamp), self.method
         federation = self.federation
-        task, info = federation.task(self.made.run.rounds), federation.infos[self.client]
+        task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
             state = self.engine.boundary(method.client_init(task, info))
-        if order.evaluate or order.last:
+        # on the disk before anything is computed: whether it fails tells of the examples, too
+        asked = dataclasses.replace(asked, trainings=asked.trainings + works)
+        if evaluates := self._may_evaluate(order, asked, digest):
+            asked = dataclasses.replace(asked, round=order.round, order=digest)
+        allowance.count(run, asked)
+        if evaluates or order.last:
             before_last = max(order.round - 1, 0)
             here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
-            if order.evaluate and not self.is_private:
-                metrics = choose_metrics(self.made.run.metrics, self.data.train, task.classes, task.loss)
-                found = evaluate_client(here, self.data, metrics, task.loss)
-                reply = dataclasses.replace(reply, evaluation=found)
+            if evaluates:
+                reply = dataclasses.replace(reply, evaluation=self._evaluation(here))
             if order.last:
                 self._write_model(memory.folder / "model", here, order.round)
         if not order.train:
+            if order.last:
+                self._spend(order, newest)
             return reply, b""
-        if (budget := self.budget) is not None and budget.is_local:
-            if not budget.allowed([self.client], order.round):
-                return dataclasses.replace(reply, problem=budget.reason(), kind="other"), b""
-            if newest:
-                budget.require(newest - 1)
-            clip = float(self.made.run.clipping.norm or 0.0)
-            budget.charge(order.round, clip, [self.client])
+        if problem := self._spend(order, newest):
+            return dataclasses.replace(reply, problem=problem, kind="other"), b""
         outcome = next(
             iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)]))
         )
         if outcome.error is not None:
-            why = "its training failed" if self.is_private else str(outcome.error)
+            why = f"its training failed: {self.explain(outcome.error)}"
             return dataclasses.replace(reply, problem=why, kind="training"), b""
         if not self.is_private:
             # all of it tells of the client's data
             meter = outcome.meter
-            reply = dataclasses.replace(
-                reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses)
-            )
+            losses = dict(meter.losses) if self.site.evaluation != "none" else {}
+            if self.site.evaluation == "rounded":
+                losses = coarsen_losses(losses, len(self.data.train))
+            reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
         # a method whose clients send nothing replies all the same
         upload = tree.encode(outcome.upload)
         memory.propose(
             order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
         )
         return reply, upload
+
+    def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
+        """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""
+        if not order.evaluate or self.is_private or self.site.evaluation == "none":
+            return False
+        if not self.site.runs or order.round > asked.round or digest == asked.order:
+            return True
+        why = f"models of round {order.round} were to be evaluated when those of {asked.round} had been"
+        self.audit.refused("evaluation", why)
+        return False
+
+    def _evaluation(self, here: LocalModel) -> ClientEvaluation:
+        """What the client's models are worth, as it may leave the site."""
+        run, task = self.made.run, self.federation.task(self.made.run.rounds)
+        metrics = choose_metrics(run.metrics, self.data.train, task.classes, task.loss)
+        found = evaluate_client(here, self.data, metrics, task.loss)
+        return coarsen(found, self.data) if self.site.evaluation == "rounded" else found
 
     @cached_property
     def federation(self) -> Federation:
@@ -275,6 +478,21 @@ class ClientRuntime:
         write_atomically(folder / "model.safetensors", safetensors.torch.save(params))
         if self.language is not None:
             self.language.write_one(folder / "adapter", here.personal(), round, self.client)
+
+
+def _stored_site(site: SiteSettings, experiment: ExperimentConfig) -> dict[str, Any]:
+    """A site's settings as they are stored; under differential privacy no text of an error may leave."""
+    is_private = experiment.run.privacy.kind != "none"
+    return dataclasses.asdict(dataclasses.replace(site, send_errors=site.send_errors and not is_private))
+
+
+def explain_at(folder: Path, error: BaseException) -> str:
+    """What the server learns of an error of a client whose folder may be damaged; see :meth:`ClientRuntime.explain`."""
+    try:
+        site = SiteSettings(**_read_client_file(folder / CLIENT_FILE).get("site", {}))
+    except (CheckpointError, TypeError):
+        site = SiteSettings()
+    return explain(error, SiteAudit(folder / AUDIT), site)
 
 
 def _run_name(run: str) -> str:

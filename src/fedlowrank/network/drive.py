@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..core.returned import check_client_model
 from ..engines.base import client_view
 from ..engines.sequential import Sequential
 from ..simulation.callbacks import settings_callbacks
+from ..simulation.checkpoint import rounds_kept
+from ..simulation.digest import digest_of
 from ..simulation.loggers import check_loggers
 from ..simulation.plan import Plan, rounds_of
 from ..simulation.records import RoundRecord
@@ -23,11 +26,14 @@ from ..simulation.result import Result
 from ..simulation.round_loop import rounds
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import described, threads
+from ..trust.site_ledger import SiteLedger, SiteRun
 from .account import Account
 from .audit import Audit
 from .network_run import NetworkRun
+from .operation.fall import PausedError, describe, find_fall, suspects, worst_shapes
 from .registry import ClientRegistry
 from .server import NetworkEngine, NetworkError
+from .site.signatures import OrderSigner
 from .transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -52,6 +58,9 @@ def drive(
     config: Mapping[str, Any] | None = None,
     promised: Sequence[int] = (),
     audit: Path | None = None,
+    signer: OrderSigner | None = None,
+    federation: str = "",
+    at_site: bool = True,
 ) -> Result:
     """Run an experiment's method on remote clients.
 
@@ -65,9 +74,14 @@ def drive(
         config: further content of ``run.json``; by default the experiment's description of its method.
         promised: training examples of each client, if known; else ``network.examples``.
         audit: file of the audit log, or None for none.
+        signer: signs what is sent to clients; None if keys are not checked.
+        federation: names those who take part, whose privacy is spent under central noise; "" takes what the
+            experiment says of the data.
+        at_site: whether the site's ledger has an account of central noise; not of a simulation's.
 
     Raises:
         NetworkError: if too few clients register or reply.
+        PausedError: if the clients' validation fell by more than ``network.max_fall``.
         FedlowrankError: if the experiment, the folder and the clients do not fit each other.
     """
     name, settings = made.default_method, made.network
@@ -96,12 +110,22 @@ def drive(
         )
     registry = ClientRegistry(made, count, limits.max_examples, keys, limits.examples_ratio, promised)
     registry.restore(account.clients)
+    account.paused = ""
     engine = NetworkEngine(
-        transport=transport, registry=registry, settings=settings, account=account, audit=Audit(audit)
+        transport=transport,
+        registry=registry,
+        settings=settings,
+        account=account,
+        audit=Audit(audit),
+        signer=signer,
     )
     _wait_for_start(engine, settings.enough(count - len(account.excluded)))
     with threads(made.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, registry.federation(), protocol, engine, plan)
+        if run.budget is not None and not run.budget.is_local and at_site:
+            earlier = run.budget.count_site(_site_ledger(made, account.run, count, out, federation))
+            if earlier:
+                logger.info(earlier)
         description = described(run, made.describe_run(name) if config is None else config)
         folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
@@ -125,11 +149,46 @@ def drive(
                 logger.info(
                     "round %d of %d: %d replies, %.1f s", record.round, protocol.rounds, replies, seconds
                 )
+            if said := _find_fall(engine, records, out):
+                # a person who resumes the run as it is accepts the fall
+                account.paused, account.watched_from = said.removeprefix("paused: "), record.round - 1
+                write_account()
+                engine.audit.paused(record.round, said)
+                raise PausedError(said)
 
         write_account()
         result = Result(run, rounds(run, folder, records, progress, callbacks, after_round))
+        if said := _find_fall(engine, records, out):
+            logger.warning("the run is over, and %s", said.removeprefix("paused: "))
         _write_model(run, out)
     return result
+
+
+def _site_ledger(made: ExperimentConfig, run: str, clients: int, out: Path, federation: str) -> SiteLedger:
+    """The ledger of a server, in which all its runs count that some of the same clients take part in."""
+    if not federation:
+        tables = made.to_dict()
+        federation = json.dumps([tables.get(name) for name in ("data", "partition", "split", "concept")])
+    digests = tuple(digest_of(federation.encode(), str(i).encode()) for i in range(clients))
+    privacy, folder = made.run.privacy, str(out.absolute())
+    described = SiteRun(
+        "server", digests, float(privacy.delta or 0), privacy.accountant, made.default_method, folder
+    )
+    return SiteLedger(f"{run}-server", described)
+
+
+def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], out: Path) -> str:
+    """What is said where the clients' validation has fallen too far; empty if it has not."""
+    account, settings = engine.account, engine.settings
+    if not engine.describes:
+        return ""
+    fall = find_fall(records, account.watched_from, settings.max_fall)
+    if fall is None:
+        return ""
+    rounds = range(fall.best + 1, fall.round + 1)
+    named = suspects(account.shapes, rounds, settings.limits.update_ratio)
+    everyone = worst_shapes(account.shapes, rounds)
+    return describe(fall, named, everyone, out, rounds_kept(out / "checkpoint"))
 
 
 def _wait_for_start(engine: NetworkEngine, needed: int) -> None:

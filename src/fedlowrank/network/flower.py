@@ -1,12 +1,15 @@
 """Any method over Flower: the server's half as a ServerApp, a client's half as a ClientApp.
 
-Only this module, :mod:`.intake` and the scripts :mod:`.deploy.node` and :mod:`.deploy.guard` import flwr.
+Only this module, :mod:`.intake`, :mod:`.replies`, :mod:`.access` and the scripts :mod:`.deploy.node` and
+:mod:`.deploy.guard` import flwr.
 
 ``server`` and ``client`` are the components of a Flower app. Their inputs:
 
 - The ServerApp reads environment variables: :data:`EXPERIMENT` (a JSON file of the experiment's tables),
-  :data:`OUT` (run folder), :data:`NODES` (the client of each registered key, if keys are checked) and
-  :data:`LOG`. An app that was submitted by hand has the tables and the folder in its run config.
+  :data:`OUT` (run folder) and :data:`LOG`; if keys are checked,
+  :data:`NODES` (the client of each registered key), :data:`ORDER_KEY` (file of the key that signs orders) and
+  :data:`FEDERATION` (digest of the authority of the keys). An app that was submitted by hand has the
+  tables and the folder in its run config.
 - The ClientApp reads ``folder`` from its node's config, which ``fedlowrank join`` prepared. Without it, the
   app is the client ``partition-id`` of the experiment in the run config, and its folder lies under ``state``
   of the node's config.
@@ -14,6 +17,7 @@ Only this module, :mod:`.intake` and the scripts :mod:`.deploy.node` and :mod:`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -22,30 +26,37 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from ..config.experiment import ExperimentConfig
-from ..core.errors import ConfigError, FedlowrankError
+from ..core.errors import ConfigError, DataError, FedlowrankError
 from ..core.files import as_checkpoint_error
+from ..core.private_files import private_umask
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import threads
-from .client import CLIENT_FILE, ClientRuntime, prepare
+from .client import CLIENT_FILE, ClientRuntime, explain_at, prepare
 from .drive import clients_of, drive
 from .intake import Intake
-from .messages import Order, sections
+from .messages import RefusedOrderError, plain, sections
+from .replies import Replies
+from .site.audit_log import AUDIT, SiteAudit
+from .site.settings import SiteSettings
+from .site.signatures import OrderSigner
 from .transport import NodeMessage, Response
 
 logger = logging.getLogger(__name__)
 
 EXPERIMENT, OUT, NODES, LOG = "FEDLOWRANK_EXPERIMENT", "FEDLOWRANK_OUT", "FEDLOWRANK_NODES", "FEDLOWRANK_LOG"
+ORDER_KEY = "FEDLOWRANK_ORDER_KEY"
+FEDERATION = "FEDLOWRANK_FEDERATION"
 """Names of environment variables."""
 
 DISCONNECTED = frozenset({3, 5})
@@ -62,13 +73,19 @@ MEANINGS = {
 }
 """Flower's error codes; Flower's own reason may be blank."""
 
-_TYPES = {"registration": "query.registration", "order": "train.order"}
+ORDER = "train.order"
+"""Flower's type of messages that have a payload."""
+
+_TYPES = {"registration": "query.registration", "order": ORDER}
 
 
-def to_records(header: str, payload: bytes) -> RecordDict:
+def to_records(header: str, payload: bytes, signature: str = "") -> RecordDict:
     """Pack a message for Flower, with the payload as one array: many arrays take ten times as long."""
     array = Array(dtype="uint8", shape=(len(payload),), stype="safetensors", data=payload)
-    return RecordDict({"header": ConfigRecord({"json": header}), "payload": ArrayRecord({"tree": array})})
+    head = ConfigRecord({"json": header})
+    if signature:
+        head["signature"] = signature
+    return RecordDict({"header": head, "payload": ArrayRecord({"tree": array})})
 
 
 def from_records(records: RecordDict) -> tuple[str, bytes]:
@@ -83,6 +100,12 @@ def from_records(records: RecordDict) -> tuple[str, bytes]:
     return header, payload
 
 
+def signature_of(records: RecordDict) -> str:
+    """The signature of a message, or "" if it has none."""
+    signature = records.config_records["header"].get("signature", "")
+    return signature if isinstance(signature, str) else ""
+
+
 class GridTransport:
     """A :class:`.transport.Transport` over the grid of a ServerApp."""
 
@@ -91,7 +114,9 @@ class GridTransport:
         self._open: dict[str, NodeMessage] = {}
         self._unsent: list[NodeMessage] = []
         self._intake: Intake | None = None
+        self._replies: Replies | None = None
         if isinstance(grid, HttpGrid):
+            self._replies = Replies(grid, grid._runtime_client)
             # a reply is fetched piece by piece; one that is too large is not read to its end
             self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].max_bytes)
             grid._client = self._intake  # type: ignore[assignment]  # of another class, on purpose
@@ -104,10 +129,16 @@ class GridTransport:
         """Send messages that expire after so many seconds."""
         packed = [
             FlowerMessage(
-                to_records(m.header, m.payload), m.node, _TYPES[m.kind], ttl=seconds, group_id=group
+                to_records(m.header, m.payload, m.signature),
+                m.node,
+                _TYPES[m.kind],
+                ttl=seconds,
+                group_id=group,
             )
             for m in messages
         ]
+        if self._replies is not None:
+            self._replies.limit({m.node: m.max_bytes for m in messages})
         ids = list(self._grid.push_messages(packed)) if packed else []
         # a registration may be pending while orders are sent
         again = {m.node for m in messages if m.kind == "registration"}
@@ -122,12 +153,17 @@ class GridTransport:
             Response(m.node, m.kind, problem="its node went away", disconnected=True) for m in self._unsent
         ]
         self._unsent = []
+        for asked, why in self._replies.refused().items() if self._replies is not None else ():
+            if (message := self._open.pop(asked, None)) is not None:
+                responses.append(Response(message.node, message.kind, too_large=why))
         if self._open:
             responses += self._responses(self._grid.pull_messages(list(self._open)))
         return responses
 
     def cancel_orders(self) -> None:
         """Drop later responses to orders."""
+        if self._replies is not None:
+            self._replies.close([i for i, m in self._open.items() if m.kind == "order"])
         self._open = {i: m for i, m in self._open.items() if m.kind == "registration"}
         self._unsent = [m for m in self._unsent if m.kind == "registration"]
 
@@ -138,8 +174,10 @@ class GridTransport:
             if message is None:
                 continue
             make = functools.partial(Response, message.node, message.kind)
-            if self._intake is not None and asked in self._intake.refused:
-                yield make(too_large=self._intake.refused.pop(asked))
+            if self._intake is not None and self._replies is not None and asked in self._intake.refused:
+                name, why = self._intake.take_refused(asked)
+                self._replies.remove(name)
+                yield make(too_large=why)
             elif reply.has_error():
                 code, reason = reply.error.code, (reply.error.reason or "").strip()
                 meaning = MEANINGS.get(code, "an error that this release does not know")
@@ -158,18 +196,55 @@ def client_app(folder_of: Callable[[Context], Path]) -> ClientApp:
 
     @app.query("registration")
     def register(message: FlowerMessage, context: Context) -> FlowerMessage:
-        header, payload = runtime_at(str(folder_of(context))).registration()
-        return FlowerMessage(to_records(header.to_json(), payload), reply_to=message)
+        return _answered("registration", message, functools.partial(folder_of, context))
 
     @app.train("order")
     def order(message: FlowerMessage, context: Context) -> FlowerMessage:
-        header, payload = from_records(message.content)
-        runtime = runtime_at(str(folder_of(context)))
-        with threads(runtime.made.run.threads):
-            answer, upload = runtime.answer(Order.from_json(header), payload)
-        return FlowerMessage(to_records(answer.to_json(), upload), reply_to=message)
+        return _answered("order", message, functools.partial(folder_of, context))
 
     return app
+
+
+def _answered(
+    kind: Literal["registration", "order"], message: FlowerMessage, folder_of: Callable[[], Path]
+) -> FlowerMessage:
+    """The client's reply to a message. Flower would send the text of an exception, which may hold data."""
+    try:
+        header, payload = from_records(message.content)
+        runtime = runtime_at(str(folder_of()))
+        with threads(runtime.made.run.threads):
+            reply = runtime.reply(kind, header, payload, signature_of(message.content))
+        return FlowerMessage(to_records(*reply), reply_to=message)
+    except Exception as error:  # noqa: BLE001 - whatever a client raises, its server learns the class
+        return error_reply(message, error, folder_of)
+
+
+def error_reply(
+    message: FlowerMessage,
+    error: Exception,
+    folder_of: Callable[[], Path],
+    code: int = ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
+) -> FlowerMessage:
+    """The reply of a client that has none; its reason holds nothing of the client's data.
+
+    Args:
+        message: that is answered.
+        error: why there is no reply.
+        folder_of: finds the client's folder.
+        code: of Flower.
+    """
+    if isinstance(error, RefusedOrderError):
+        logger.info("refused: %s", error)
+        reason = f"refused: {error}"
+    else:
+        logger.error("failed", exc_info=error)
+        reason = type(error).__name__
+        # without a folder there is no log for the text
+        with contextlib.suppress(ConfigError, DataError):
+            reason = explain_at(folder_of(), error)
+    with contextlib.suppress(FedlowrankError):
+        SiteAudit(folder_of() / AUDIT).left("error", reason, b"")
+    return FlowerMessage(Error(code, plain(reason)), reply_to=message)
 
 
 def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
@@ -201,7 +276,8 @@ def _folder(context: Context) -> Path:
     digest = hashlib.blake2b(json.dumps(sections(made.to_dict())).encode(), digest_size=6).hexdigest()
     folder = state / f"{made.name}-{digest}" / f"client-{client}"
     if not (folder / CLIENT_FILE).exists():
-        prepare(folder, made, client, made.shares())
+        # its node runs what the server sends, in any number of runs
+        prepare(folder, made, client, made.shares(), SiteSettings(runs=0))
     return folder
 
 
@@ -221,14 +297,28 @@ def _serve(grid: Grid, context: Context) -> None:
     keys = None
     if NODES in env:
         keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
+    signer = OrderSigner.read(Path(env[ORDER_KEY])) if ORDER_KEY in env else None
     with _logging(Path(env[LOG]) if LOG in env else None):
         try:
             if RunFolder.is_failed_start(out):
                 RunFolder.move_aside(out)
             log = out.with_name(f"{out.name}.audit.jsonl")
-            with as_checkpoint_error(f"cannot make {out.parent}"):
-                out.parent.mkdir(parents=True, exist_ok=True)
-            drive(GridTransport(grid), made, out, resume=RunFolder.has_begun(out), keys=keys, audit=log)
+            # an app of Flower's own server is not started by a command of this package
+            with private_umask():
+                with as_checkpoint_error(f"cannot make {out.parent}"):
+                    out.parent.mkdir(parents=True, exist_ok=True)
+                resume, federation = RunFolder.has_begun(out), env.get(FEDERATION, "")
+                transport = GridTransport(grid)
+                drive(
+                    transport,
+                    made,
+                    out,
+                    resume=resume,
+                    keys=keys,
+                    audit=log,
+                    federation=federation,
+                    signer=signer,
+                )
         except FedlowrankError as error:
             logger.error("error: %s", error)
             raise
@@ -243,7 +333,7 @@ class _OneLine(logging.Formatter):
         return super().format(record).replace("\n", " | ")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _logging(file: Path | None) -> Iterator[None]:
     """Log to the standard output, and to a file that ``fedlowrank serve`` follows."""
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
@@ -269,6 +359,14 @@ client = client_app(_folder)
 server = server_app(_serve)
 
 
+def _without_bounds(made: ExperimentConfig) -> ExperimentConfig:
+    """The experiment in which no update is shortened and no run pauses, unless its tables say otherwise."""
+    network = made.to_dict().get("network", {})
+    ratio = network.get("limits", {}).get("update_ratio", 0.0)
+    fall = network.get("max_fall", 0.0)
+    return made.overlay({"network": {"max_fall": fall, "limits": {"update_ratio": ratio}}})
+
+
 def simulation(
     made: ExperimentConfig,
     out: Path,
@@ -279,6 +377,9 @@ def simulation(
 ) -> None:
     """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients`` holds their folders.
 
+    Its clients are this machine's own. So no update is shortened and the run does not pause, unless the experiment
+    names ``network.limits.update_ratio`` or ``network.max_fall`` with other values than the defaults.
+
     Raises:
         ConfigError: if Ray is missing.
     """
@@ -286,9 +387,10 @@ def simulation(
         raise ConfigError("Flower's simulation needs Ray: pip install 'fedlowrank[network-simulation]'")
     from flwr.simulation import run_simulation
 
+    made = _without_bounds(made)
     shares, count = made.shares(), clients_of(made)
     for i in range(count):
-        prepare(clients / str(i), made, i, shares)
+        prepare(clients / str(i), made, i, shares, SiteSettings.simulated(), parts=())
     sizes = [len(data.train) for data in shares.data]
     errors: list[FedlowrankError] = []
 
@@ -296,7 +398,8 @@ def simulation(
         del context
         try:
             transport = GridTransport(grid)
-            drive(transport, made, out, resume=resume, progress=True, config=config, promised=sizes)
+            settings: dict[str, Any] = {"resume": resume, "config": config, "promised": sizes}
+            drive(transport, made, out, progress=True, at_site=False, **settings)
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
             errors.append(error)

@@ -1,4 +1,4 @@
-"""Bounds what is read of a reply into memory, while Flower fetches it piece by piece."""
+"""Bounds what is read of a message into memory, while Flower fetches it piece by piece."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.app.message.array import Array
+from flwr.app.message.arraychunk import ArrayChunk
 from flwr.proto.message_pb2 import PullObjectResponse
 from flwr.supercore.inflatable.inflatable_object import (
     get_object_body,
@@ -19,10 +20,56 @@ CHUNK = 5 << 20
 """Bytes of an array that Flower sends in one piece."""
 
 PIECES = 16
-"""Pieces of a reply beside those of its array."""
+"""Pieces of a message beside those of its array."""
 
 FRAME = 1 << 16
-"""Bytes of a reply beside its header and its payload."""
+"""Bytes of a message beside its header and its payload."""
+
+WORDS = 4 << 20
+"""Bytes of all pieces that are not parts of an array: Flower's records of numbers take many times that in memory."""
+
+
+class FetchBound:
+    """Compares what is fetched of a message with the bytes that it may have.
+
+    Args:
+        most: bytes of header and payload.
+        hint: what sets the limit, for the reason.
+
+    Attributes:
+        problem: why the message is refused; empty while it is not.
+    """
+
+    def __init__(self, most: int, hint: str = "network.limits.max_bytes") -> None:
+        self.most, self.hint = most + FRAME, hint
+        self.problem = ""
+        self._read = self._words = self._repeated = 0
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that the message may have."""
+        return self.most // CHUNK + PIECES
+
+    def expect(self, pieces: int) -> None:
+        """Compare the number of pieces that the message names."""
+        if pieces > self.pieces:
+            self._exceed(f"{pieces} pieces")
+
+    def add(self, content: bytes) -> None:
+        """Count a piece that was fetched."""
+        self._read += len(content)
+        try:
+            if get_object_type_from_object_content(content) != ArrayChunk.__qualname__:
+                self._words += len(content)
+            self._repeated += repeated(content)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            self.problem = self.problem or f"a piece of it cannot be read: {error!r}"[:300]
+        # an array may name one piece many times
+        if max(self._read, CHUNK * (self._repeated - 1)) > self.most or self._words > WORDS:
+            self._exceed("more bytes")
+
+    def _exceed(self, what: str) -> None:
+        self.problem = self.problem or f"it has {what}, too many: {self.most} bytes are taken ({self.hint})"
 
 
 class Intake:
@@ -43,9 +90,9 @@ class Intake:
         self._client, self._limit = client, limit
         self._lock = threading.Lock()
         self._owners: dict[str, set[str]] = {}
-        self._read: dict[str, int] = {}
-        self._repeated: dict[str, int] = {}
+        self._bounds: dict[str, FetchBound] = {}
         self._counted: set[str] = set()
+        self._names: dict[str, str] = {}
         self.refused: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -55,14 +102,17 @@ class Intake:
     def PullMessages(self, request: Any) -> Any:  # noqa: N802 - Flower's name
         """Fetch the replies without their content, and refuse those with too many pieces."""
         reply = self._client.PullMessages(request)
-        self._owners, self._read, self._repeated, self._counted = {}, {}, {}, set()
+        self._owners, self._bounds, self._counted = {}, {}, set()
         for message, tree in zip(reply.messages_list, reply.message_object_trees, strict=True):
             asked = message.metadata.reply_to_message_id
+            self._names[asked] = message.metadata.message_id
             pieces = [piece.object_id for piece in iterate_object_tree(tree)]
             for piece in pieces:
                 # replies may have pieces in common, such as the form of the data at registration
                 self._owners.setdefault(piece, set()).add(asked)
-            self._compare(asked, pieces=len(pieces))
+            bound = self._bounds[asked] = FetchBound(self._limit(asked))
+            bound.expect(len(pieces))
+            self._note(asked)
         return reply
 
     def PullObject(self, request: Any) -> Any:  # noqa: N802 - Flower's name
@@ -71,34 +121,25 @@ class Intake:
         if self._is_refused(owners):
             return PullObjectResponse(object_found=False)
         reply = self._client.PullObject(request)
-        size = len(reply.object_content)
         with self._lock:
             # a piece that several replies have in common is fetched once for each of them
-            first = size > 0 and request.object_id not in self._counted
-            if not first:
-                return PullObjectResponse(object_found=False) if self._is_refused(owners) else reply
-            self._counted.add(request.object_id)
-            try:
-                repeats = repeated(reply.object_content)
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                repeats = 0
-                self.refused |= dict.fromkeys(owners, f"a piece of it cannot be read: {error!r}"[:300])
-            for asked in owners:
-                self._read[asked] = self._read.get(asked, 0) + size
-                self._repeated[asked] = self._repeated.get(asked, 0) + repeats
-                self._compare(asked, size=max(self._read[asked], CHUNK * (self._repeated[asked] - 1)))
+            if reply.object_content and request.object_id not in self._counted:
+                self._counted.add(request.object_id)
+                for asked in owners:
+                    self._bounds[asked].add(reply.object_content)
+                    self._note(asked)
         return PullObjectResponse(object_found=False) if self._is_refused(owners) else reply
+
+    def take_refused(self, asked: str) -> tuple[str, str]:
+        """Identifier of a refused reply, and why it was refused, by the identifier of the message; only once."""
+        return self._names.pop(asked), self.refused.pop(asked)
 
     def _is_refused(self, owners: set[str]) -> bool:
         return bool(owners) and owners <= self.refused.keys()
 
-    def _compare(self, asked: str, size: int = 0, pieces: int = 0) -> None:
-        most = self._limit(asked) + FRAME
-        if size > most or pieces > most // CHUNK + PIECES:
-            what = f"{pieces} pieces" if pieces else "more bytes"
-            self.refused.setdefault(
-                asked, f"it has {what}, too many: {most} bytes are taken (network.limits.max_bytes)"
-            )
+    def _note(self, asked: str) -> None:
+        if self._bounds[asked].problem:
+            self.refused.setdefault(asked, self._bounds[asked].problem)
 
 
 def repeated(content: bytes) -> int:

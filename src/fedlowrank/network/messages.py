@@ -20,12 +20,16 @@ from ..simulation.evaluation import ClientEvaluation
 
 H = TypeVar("H", bound="Header")
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever messages change."""
 
 
 class MessageError(FedlowrankError):
     """A message does not have the form that it should have."""
+
+
+class RefusedOrderError(FedlowrankError):
+    """A client does not do what a message asks. The text holds nothing of the client's data and may be sent."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,17 @@ class Registration(Header):
     base: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class RegistrationRequest(Header):
+    """The server asks a client to register. There is no payload.
+
+    Attributes:
+        run: identifier of the run.
+    """
+
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ class Answer(Header):
 
 # made once: making one takes longer than reading a message
 _ADAPTERS: dict[type[Header], pydantic.TypeAdapter[Any]] = {
-    c: pydantic.TypeAdapter(c) for c in (Registration, Order, Answer)
+    c: pydantic.TypeAdapter(c) for c in (Registration, RegistrationRequest, Order, Answer)
 }
 
 LOCAL = frozenset({

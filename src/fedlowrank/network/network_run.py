@@ -74,6 +74,9 @@ class NetworkRun(Run):
         engine.templates = Templates(self.method, self.task)
         engine.metrics = self.evaluator.metrics
         engine.compares = settings.privacy.kind != "central"
+        engine.shortens = settings.robust.rule == "mean"
+        engine.describes = settings.privacy.kind == "none" and engine.settings.max_fall > 0
+        engine.decode = lambda upload, client: self.method.decode(upload, client, self.state.server)
 
     def state_of(self, info: ClientInfo) -> Any:
         """The stamp of the state that a client builds on."""
@@ -91,6 +94,9 @@ class NetworkRun(Run):
                 self.state = dataclasses.replace(self.state, clients=clients)
                 self.unsaved.add(client)
         self.engine.reset_clients.clear()
+        if shortened := self.engine.shortened:
+            kept = {str(client): float(f"{share:.4g}") for client, share in sorted(shortened.items())}
+            record = dataclasses.replace(record, observed={**record.observed, "shortened": kept})
         return record
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
@@ -137,13 +143,16 @@ class NetworkRun(Run):
         if not evaluations:
             return None
         # only evaluations of the same series can be compared; the majority decides
-        series = {client: _series_of(evaluations[client]) for client in sorted(evaluations)}
-        ((usual, _),) = Counter(series.values()).most_common(1)
-        for client in [client for client, own in series.items() if own != usual]:
-            logger.info(
-                "client %d measures other things than most clients; its evaluation is left out", client
-            )
-            del evaluations[client]
+        for what in (_series_of, _clusters_of):
+            measured = {client: what(evaluations[client]) for client in sorted(evaluations)}
+            # a client with few examples sends no shares of clusters
+            known = Counter(own for own in measured.values() if own is not None)
+            usual = [own for own, _ in known.most_common(1)]
+            for client in [client for client, own in measured.items() if own not in (None, *usual)]:
+                logger.info(
+                    "client %d measures other things than most clients; its evaluation is left out", client
+                )
+                del evaluations[client]
         return gather_evaluations([evaluations.get(info.id) for info in self.federation.infos])
 
     def finish(self) -> None:
@@ -174,5 +183,9 @@ class NetworkRun(Run):
         return [{**row, **known.get(row["id"], empty), "classes": {}} for row in super().clients()]
 
 
-def _series_of(evaluation: ClientEvaluation) -> tuple[Any, ...]:
-    return tuple(evaluation.accuracy), None if evaluation.routes is None else len(evaluation.routes)
+def _series_of(evaluation: ClientEvaluation) -> tuple[str, ...] | None:
+    return tuple(evaluation.accuracy)
+
+
+def _clusters_of(evaluation: ClientEvaluation) -> int | None:
+    return None if evaluation.routes is None else len(evaluation.routes)

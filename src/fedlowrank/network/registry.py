@@ -157,6 +157,15 @@ class ClientRegistry:
         """The clients whose node is present."""
         return {i for i, c in self.registered.items() if c.node in present}
 
+    def client_of(self, node: int) -> int | None:
+        """The client of a node's key; None if keys are not checked."""
+        return None if self.keys is None else self.keys.get(node)
+
+    def name_of(self, node: int) -> str:
+        """How logs call a node: by its client, for whoever knows a node's number can try to speak for it."""
+        client = self.client_of(node)
+        return f"node {node}" if client is None else f"client {client}"
+
     def majority(self, present: set[int]) -> list[int]:
         """The largest group of reachable clients that share the form of examples and the base model."""
         groups: dict[tuple[str, str], list[int]] = {}
@@ -260,8 +269,7 @@ class ClientRegistry:
             )
         if not 0 <= client < self.clients:
             return f"it says it is client {client}, but clients go from 0 to {self.clients - 1}"
-        if self.keys is not None and self.keys.get(node) != client:
-            owner = self.keys.get(node)
+        if self.keys is not None and (owner := self.client_of(node)) != client:
             whose = "not registered" if owner is None else f"that of client {owner}"
             return f"it says it is client {client}, but its key is {whose}"
         has = f"client {client} says it has {examples} examples"

@@ -10,12 +10,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
 from ..config.network_settings import NetworkSettings
 from ..core import tree
 from ..core.errors import FedlowrankError
-from ..core.method import Pass, Task
+from ..core.method import ClientInfo, Pass, Task
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
 from ..simulation.client_metrics import Metric
@@ -23,14 +24,26 @@ from ..simulation.evaluation import ClientEvaluation
 from ..training.trainer import Meter
 from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
-from .audit import Audit
+from .audit import Audit, digits
 from .backoff import Backoff
-from .messages import Order, plain
+from .messages import Order, RegistrationRequest, plain
+from .operation.activity import ROUNDS, LastReply, UpdateShape
+from .operation.grace import Grace
 from .registry import ClientRegistry, UnregisteredNodeError
+from .site.signatures import OrderSigner, payload_digest
 from .spool import Spool
 from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
-from .validation.norms import NormBound, PartNorms, measure
-from .validation.uploads import Blocklist, RefusedReplyError, Templates, inspect, max_upload_bytes
+from .validation.directions import cosines, update_by_place
+from .validation.norms import PRODUCTS, NormBound, PartNorms, Shortening, measure, relative_steps
+from .validation.shortening import Strikes, shorten
+from .validation.uploads import (
+    Blocklist,
+    RefusedReplyError,
+    Templates,
+    checked_decode,
+    inspect,
+    max_upload_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +52,13 @@ class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
 
 
-def _lost(why: str, diverged: bool = False) -> ClientResult:
-    return ClientResult(None, None, Meter(), lost=why, diverged=diverged)
+def _lost(why: str, diverged: bool = False, refused: bool = False) -> ClientResult:
+    return ClientResult(None, None, Meter(), lost=why, diverged=diverged, refused=refused)
+
+
+def _as_it_is(upload: Any, client: ClientInfo) -> Any:
+    del client
+    return upload
 
 
 @dataclasses.dataclass
@@ -53,6 +71,7 @@ class NetworkEngine(Engine):
         settings: section ``network`` of the experiment.
         account: what is stored of the clients.
         audit: log of registrations and replies.
+        signer: signs what is sent; None where keys are not checked.
         evaluate: whether the next round trip asks for evaluations.
         evaluations: those of the last round trip, by client.
         reset_clients: clients that start again from the initial state.
@@ -64,6 +83,10 @@ class NetworkEngine(Engine):
         metrics: that evaluations must hold besides accuracy and loss, by name; set by the run.
         compares: whether replies are refused by their norms beside those of others; under central privacy
             they are not, for whether a client counts must not depend on another one.
+        shortens: whether long updates are shortened; not where a rule of run.robust bounds them; set by the run.
+        describes: whether length and direction of updates are kept for a person to see; set by the run.
+        decode: undoes what a method compressed in the upload of a client; set by the run.
+        shortened: the share of its length that is left of each update of the round that was shortened.
     """
 
     name = "network"
@@ -72,6 +95,7 @@ class NetworkEngine(Engine):
     settings: NetworkSettings = dataclasses.field(kw_only=True)
     account: Account = dataclasses.field(kw_only=True)
     audit: Audit = Audit()
+    signer: OrderSigner | None = None
     evaluate: bool = False
     evaluations: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
     reset_clients: set[int] = dataclasses.field(default_factory=set)
@@ -82,13 +106,21 @@ class NetworkEngine(Engine):
     templates: Templates = dataclasses.field(init=False, repr=False)
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     compares: bool = True
+    shortens: bool = True
+    describes: bool = False
+    decode: Callable[[Any, ClientInfo], Any] = _as_it_is
+    shortened: dict[int, float] = dataclasses.field(default_factory=dict)
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
+    _logged_long: set[int] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._exchange = Exchange(self.transport, self.settings.wait)
+        self._exchange = Exchange(self.transport, self.settings.wait, self.registry.name_of)
         self.blocklist = Blocklist(self.settings.limits.ban_after, self.account.refused)
-        self.bound = NormBound(self.settings.limits.update_ratio, self.account.updates)
+        limits = self.settings.limits
+        self.bound = NormBound(limits.refuse_ratio, self.account.updates)
+        self.strikes = Strikes(limits.strikes, self.account.long)
+        self.grace = Grace(self.settings.grace, self.account.seconds)
         self.backoff = Backoff(self.settings.silent_after, self.account.silent)
 
     def run(
@@ -99,12 +131,13 @@ class NetworkEngine(Engine):
         results: dict[int, ClientResult] = {}
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
-        pending, needed = list(jobs), min(self.settings.min_replies, len(jobs))
+        self.shortened = {}
+        pending, needed, good = list(jobs), min(self.settings.min_replies, len(jobs)), 0
         for attempt in range(self.settings.attempts):
             if attempt:
                 pending = self._prepare_attempt(pending)
             others = [] if attempt else self.evaluation_jobs
-            results |= dict(self._round_trip(pending, others, round, last=False))
+            results |= dict(self._round_trip(pending, others, round, needed - good))
             if self.compares:
                 self._check_norms(results, round)
             pending = [j for j in jobs if results[j.client.id].lost is not None]
@@ -119,13 +152,90 @@ class NetworkEngine(Engine):
                 f"{needed} good replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or "
                 "lower network.min_replies."
             )
-        self.bound.learn(self._norms, round)
+        used = {j.client.id: j for j in jobs if results[j.client.id].lost is None}
+        long = self._find_long(used, round)
         for job in jobs:
-            result = results[job.client.id]
-            if result.lost is None:
+            client, result = job.client.id, results[job.client.id]
+            if client in used:
                 # one upload in memory at a time
-                result = dataclasses.replace(result, upload=self.spool.get(job.client.id))
+                upload = self.spool.get(client)
+                if client in long:
+                    upload = shorten(
+                        self.decode(upload, job.client), self._reference(job), long[client].bounds
+                    )
+                result = dataclasses.replace(result, upload=upload)
             yield result
+        if self.describes:
+            self._describe_updates(used, round)
+        self.bound.learn(self._norms, round)
+
+    def _reference(self, job: ClientJob) -> Any:
+        """What the upload of a client is compared with."""
+        return self.templates.method.reference(job.down, job.client)
+
+    def _find_long(self, used: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
+        """The updates that are to be shortened, by client; those that are too long are counted and logged."""
+        ratio = self.settings.limits.update_ratio
+        if not (self.compares and self.shortens and ratio):
+            return {}
+        ratios = {c: 1.0 if self.strikes.is_reached(c) else ratio for c in self._norms}
+        found = self.bound.shortenings(self._norms, ratios, self._reach(), ratio, round)
+        found = {client: found[client] for client in used if client in found}
+        for client in used:
+            if self.strikes.add(client, client in found and found[client].is_strike):
+                logger.info(
+                    "client %d is held to the usual norm: %d of its last updates were above %g times that "
+                    "(network.limits.strikes)", client, self.strikes.after, ratio
+                )  # fmt: skip
+        for client, one in found.items():
+            self.shortened[client] = one.kept
+            self.audit.shortened(client, round, one.length, one.kept)
+            if client not in self._logged_long:
+                self._logged_long.add(client)
+                logger.info(
+                    "round %d: the update of client %d is %.3g times as long as usual; %.3g of its length is used "
+                    "(network.limits.update_ratio; with the counts in network.examples, a client with more examples "
+                    "may have a longer one). Later rounds of this client are in the audit log alone.",
+                    round + 1, client, one.length, one.kept
+                )  # fmt: skip
+        return found
+
+    def _reach(self) -> dict[int, float]:
+        """By what the bound of each client that replied is multiplied; see :mod:`.validation.norms`."""
+        if self.registry.promised:
+            return relative_steps(self._steps(), self._norms)
+        usual = median_low([n for n in self.sizes if n] or [1])
+        return {c: min(1.0, usual / max(1, self.sizes[c])) for c in self._norms}
+
+    def _steps(self) -> dict[int, int]:
+        """Steps of each client that replied, by the examples by which it is weighted: more are only a claim."""
+        passes = self.templates.method.local_passes()
+        return {c: sum(steps_of(passes, max(1, self.sizes[c])).values()) for c in self._norms}
+
+    def _describe_updates(self, used: Mapping[int, ClientJob], round: int) -> None:
+        """Keep length and direction of the updates of a round, as they were sent."""
+        by_change: dict[int, dict[str, bool]] = {c: {} for c in used}
+        lengths: dict[int, float] = {}
+        for part in sorted({p for norms in self._norms.values() for p in norms}):
+            norms = {c: measured[part] for c, measured in self._norms.items() if part in measured}
+            for client, found in self.bound.lengths(part, norms, round).items():
+                if client in used:
+                    by_change[client][part.removesuffix(PRODUCTS)] = found.by_change
+                    if found.usual > 0:
+                        lengths[client] = max(lengths.get(client, 0.0), found.size / found.usual)
+
+        def update(client: int) -> Any:
+            job = used[client]
+            upload = self.decode(self.spool.get(client), job.client)
+            return update_by_place(upload, self._reference(job), by_change[client])
+
+        shapes = {
+            c: UpdateShape(digits(lengths[c]) if c in lengths else None, None if x is None else digits(x))
+            for c, x in cosines(update, sorted(used)).items()
+        }
+        kept = {t: found for t, found in self.account.shapes.items() if t <= round}
+        kept[round + 1] = shapes
+        self.account.shapes = dict(sorted(kept.items())[-ROUNDS:])
 
     def _prepare_attempt(self, pending: list[ClientJob]) -> list[ClientJob]:
         """Wait for clients that left; those that lost their state start again."""
@@ -140,13 +250,10 @@ class NetworkEngine(Engine):
 
     def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
         """Refuse replies with outlying update norms; they do not count towards the blocklist."""
-        passes = self.templates.method.local_passes()
-        examples = {c: self.registry.registered[c].examples for c in self._norms}
-        steps = {c: sum(steps_of(passes, n).values()) for c, n in examples.items()}
-        for client, why in self.bound.outliers(self._norms, steps, round).items():
+        for client, why in self.bound.outliers(self._norms, self._steps(), round).items():
             if results[client].lost is None:
                 error = RefusedReplyError(client, why, counts=False)
-                results[client] = _lost(self.refuse(error, round))
+                results[client] = _lost(self.refuse(error, round), refused=True)
 
     def refuse(self, error: RefusedReplyError, round: int) -> str:
         """Log a refused reply, drop its evaluation and count it; returns the reason for the record."""
@@ -161,20 +268,38 @@ class NetworkEngine(Engine):
     def finish(self, jobs: list[ClientJob], round: int) -> None:
         """Tell all clients that the run is over, and collect their last evaluations."""
         self.evaluations = {}
-        for _ in self._round_trip([], jobs, round, last=True):
+        for _ in self._round_trip([], jobs, round, len(jobs), last=True):
             pass
 
     def wait_for_clients(self, seconds: float, is_enough: Callable[[], bool]) -> None:
         """Register nodes until there are enough of them, or the time is up."""
         end = time.monotonic() + seconds
         while not is_enough() and (left := end - time.monotonic()) > 0:
-            requests = self.registry.registration_requests(self.transport.nodes())
+            requests = self._registration_requests(self.transport.nodes())
             # short, so that new nodes are found while others still hash their base model
             responses = self._exchange.replies(requests, "registration", min(left, POLL_SECONDS))
             accepted = [self._register(r) for r in responses]
             if not any(accepted) and not self._exchange.pending:
                 # a rejected node is not asked again at once
                 time.sleep(min(left, 1.0 if requests else 0.1))
+
+    def _registration_requests(self, present: set[int]) -> list[NodeMessage]:
+        """Requests to all present nodes that are not registered; signed, and to known keys only, if keys are checked."""
+        requests = self.registry.registration_requests(present)
+        if self.signer is None:
+            return requests
+        header, digest = RegistrationRequest(self.account.run).to_json(), payload_digest(b"")
+        keys = self.registry.keys or {}
+        signatures = {
+            r.node: self.signer.sign("registration", keys[r.node], header, digest)
+            for r in requests
+            if r.node in keys
+        }
+        return [
+            dataclasses.replace(r, header=header, signature=signatures[r.node])
+            for r in requests
+            if r.node in signatures
+        ]
 
     def _register(self, response: Response) -> bool:
         """Register the client of a node; whether it was accepted."""
@@ -183,11 +308,11 @@ class NetworkEngine(Engine):
             client = self.registry.register(response, self.transport.nodes())
         except UnregisteredNodeError as error:
             if self.registry.rejections[response.node] != before:
-                self.audit.rejected(response.node, str(error))
+                self.audit.rejected(self.registry.client_of(response.node), str(error))
                 logger.info(str(error))
             return False
         examples = self.registry.registered[client].examples
-        self.audit.registered(client, response.node, examples)
+        self.audit.registered(client, examples)
         logger.info("client %d is registered, with %d examples", client, examples)
         caps = self.registry.capped_clients()
         for why in (why for other, why in caps.items() if self._logged_caps.get(other) != why):
@@ -196,66 +321,95 @@ class NetworkEngine(Engine):
         return True
 
     def _round_trip(
-        self, train: list[ClientJob], evaluate: list[ClientJob], round: int, last: bool
+        self, train: list[ClientJob], evaluate: list[ClientJob], round: int, needed: int, last: bool = False
     ) -> Iterator[tuple[int, ClientResult]]:
-        """Send the orders of a round and yield the result of each training client as it is known."""
+        """Send the orders of a round and yield the result of each training client as it is known.
+
+        Args:
+            train: jobs of the clients that train.
+            evaluate: jobs of those that only evaluate.
+            round: rounds completed.
+            needed: good replies after which the others are waited for no longer than :attr:`grace` says.
+            last: whether the run is over; then every client is waited for.
+        """
         paused = set() if last else self.backoff.paused(round)
         if sum(j.client.id not in paused for j in train) < self.settings.min_replies:
             # the round needs them
             paused = set()
         present = self.transport.nodes()
-        messages = self.registry.registration_requests(present)
+        messages = self._registration_requests(present)
         training = {j.client.id for j in train}
         asked: dict[int, ClientJob] = {}
-        payloads: dict[int, bytes] = {}
+        payloads: dict[int, tuple[bytes, str]] = {}
         for job in [*train, *evaluate]:
             client, trains = job.client.id, job.client.id in training
             max_bytes, why = MAX_HEADER, self._reason_to_skip(client, present, paused)
+            refused = self.blocklist.is_blocked(client) or client in self.account.excluded
             if why is None and trains:
                 try:
                     template = self.templates.of(job.client, job.down)
                     max_bytes += max_upload_bytes(template, self.settings.limits)
                 except RefusedReplyError as error:
-                    why = f"client {client} is left out: {self.refuse(error, round)}"
+                    why, refused = f"client {client} is left out: {self.refuse(error, round)}", True
             if why is not None:
                 if trains:
-                    yield client, _lost(why)
+                    yield client, _lost(why, refused=refused)
                 continue
             stamp = int(job.state["stamp"])
             run, branch = self.account.run, self.account.branch
             order = Order(run, round, stamp, trains, self.evaluate or last, last, branch)
             header = order.to_json()
             if id(job.down) not in payloads:
-                payloads[id(job.down)] = tree.encode(job.down)
-            payload = payloads[id(job.down)]
+                encoded = tree.encode(job.down)
+                payloads[id(job.down)] = encoded, payload_digest(encoded)
+            payload, digest = payloads[id(job.down)]
             node = self.registry.registered[client].node
             assert node is not None, "a client that is not connected is skipped"
-            messages.append(NodeMessage(node, "order", header, payload, max_bytes))
+            signature = "" if self.signer is None else self.signer.sign("order", client, header, digest)
+            messages.append(NodeMessage(node, "order", header, payload, max_bytes, signature))
             asked[node] = job
             self.bytes_sent["header"] += len(header)
             self.bytes_sent["down"] += len(payload)
         del payloads
         deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_WAIT)
-        for response in self._exchange.replies(messages, f"round-{round + 1}", deadline):
+        good, start = 0, time.monotonic()
+
+        def limit() -> float:
+            return deadline if last or not asked or good < needed else self.grace.limit(deadline)
+
+        for response in self._exchange.replies(messages, f"round-{round + 1}", deadline, limit):
             if response.kind == "registration":
                 self._register(response)
                 continue
+            seconds = time.monotonic() - start
             job = asked.pop(response.node)
             client = job.client.id
             result = self._check_reply(response, job, round, client in training)
             self.audit.reply(response, client, round, result.lost)
+            self._remember(response, client, round, seconds, result.lost is None)
+            good += result.lost is None
             if client in training:
                 yield client, result
             elif result.lost:
                 logger.info(result.lost)
+        waited = f"{limit():.4g} s{' (network.grace)' if limit() < deadline else ''}"
         for client in (job.client.id for job in asked.values()):
-            why = f"client {client} did not reply within {self.settings.deadline:g} s"
+            why = f"client {client} did not reply within {waited}"
             if pause := self.backoff.record_timeout(client, round):
                 why += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
             if client in training:
                 yield client, _lost(why)
             else:
                 logger.info(why)
+
+    def _remember(self, response: Response, client: int, round: int, seconds: float, used: bool) -> None:
+        """Store what a person may want to see of a reply, and how long it took."""
+        if response.problem:
+            return
+        size = len(response.header) + len(response.payload)
+        self.account.replies[client] = LastReply.now(round + 1, size, seconds, used)
+        if used and response.payload:
+            self.grace.add(seconds)
 
     def _reason_to_skip(self, client: int, present: set[int], paused: set[int]) -> str | None:
         """Why a client gets no order, or None if it gets one."""
@@ -288,7 +442,7 @@ class NetworkEngine(Engine):
             return _lost(f"no reply of client {client.id}: {plain(response.problem)}")
         self.backoff.record_reply(client.id)
         method, limits = self.templates.method, self.settings.limits
-        upload: Any = None
+        norms: dict[str, PartNorms] = {}
         passes: Mapping[str, Pass] = {}
         trained: tuple[str, ...] = ()
         try:
@@ -305,16 +459,19 @@ class NetworkEngine(Engine):
             if trains:
                 template = self.templates.of(client, job.down)
                 upload = inspect(response.payload, template, client, limits)
+                norms = measure(
+                    checked_decode(self.decode, upload, client, method.title), self._reference(job)
+                )
                 passes, trained = method.local_passes(), template.trained
             check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model, self.metrics)
         except RefusedReplyError as error:
-            return _lost(self.refuse(error, round), error.not_finite)
+            return _lost(self.refuse(error, round), error.not_finite, refused=True)
         if answer.evaluation is not None and self.evaluate:
             self.evaluations[client.id] = answer.evaluation
         if not trains:
             return ClientResult(None, None, Meter())
-        self._norms[client.id] = measure(upload, method.reference(job.down, client))
+        self._norms[client.id] = norms
         self.spool.put(client.id, response.payload, template)
         return ClientResult({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))

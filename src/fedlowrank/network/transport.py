@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,6 +28,7 @@ class NodeMessage:
         header: JSON, see :mod:`.messages`.
         payload: bytes of a tree.
         max_bytes: largest reply, header and payload together; a transport may stop reading a larger one.
+        signature: of the server, see :mod:`.site.signatures`; "" where keys are not checked.
     """
 
     node: int
@@ -35,6 +36,7 @@ class NodeMessage:
     header: str
     payload: bytes = b""
     max_bytes: int = 2 << 20
+    signature: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,37 @@ class Exchange:
     Args:
         transport: carries the messages.
         wait: seconds that a registration may take.
+        name: how logs call a node.
 
     Attributes:
         pending: when each node was asked to register that has not answered yet.
     """
 
-    def __init__(self, transport: Transport, wait: float) -> None:
-        self.transport, self.wait = transport, wait
+    def __init__(
+        self, transport: Transport, wait: float, name: Callable[[int], str] = "node {}".format
+    ) -> None:
+        self.transport, self.wait, self.name = transport, wait, name
         self.pending: dict[int, float] = {}
         self._last_log = -math.inf
 
-    def replies(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> Iterator[Response]:
+    def replies(
+        self,
+        messages: Sequence[NodeMessage],
+        group: str,
+        seconds: float,
+        limit: Callable[[], float] | None = None,
+    ) -> Iterator[Response]:
         """Send messages and yield the responses as they arrive, at most one for each message.
 
         The round trip ends when all orders are answered or the time is up. Without orders it ends when no
         registration is pending. There is at most one message to each node; the group names the round trip in
         the transport's records.
+
+        Args:
+            messages: to be sent.
+            group: of the messages.
+            seconds: until they expire.
+            limit: gives the seconds after which enough responses have been yielded; None for ``seconds``.
         """
         start, present = time.monotonic(), self.transport.nodes()
         # a node that left answers no more; one that came back may be another process
@@ -118,7 +135,9 @@ class Exchange:
         if orders:
             self.transport.send(orders, group, seconds)
         try:
-            while (unanswered if orders else self.pending) and time.monotonic() - start < seconds:
+            while (unanswered if orders else self.pending) and time.monotonic() - start < min(
+                seconds, seconds if limit is None else limit()
+            ):
                 responses = self.transport.receive()
                 for response in responses:
                     # duplicates and answers to what was not asked are dropped
@@ -140,7 +159,7 @@ class Exchange:
         late = {n: now - t for n, t in sorted(self.pending.items()) if now - t >= REGISTRATION_WAIT / 2}
         if late and now - self._last_log >= REGISTRATION_WAIT:
             self._last_log = now
-            nodes = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
+            nodes = ", ".join(f"{self.name(n)} ({seconds:.0f} s)" for n, seconds in late.items())
             logger.info(
                 "still waiting for the registration of %s; each may take %g s (network.wait), and rounds "
                 "go on without it. A large base model takes minutes to hash.",

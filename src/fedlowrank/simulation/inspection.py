@@ -74,7 +74,7 @@ class Inspection:
         return cls(method, task, trust, hostile, not averaged)
 
     def judge(
-        self, uploads: Mapping[int, Any], server: Any, key: Key
+        self, uploads: Mapping[int, Any], server: Any, key: Key, refused: int = 0
     ) -> tuple[dict[int, Any], dict[int, float]]:
         """The uploads that are used, and how much each counts.
 
@@ -82,6 +82,7 @@ class Inspection:
             uploads: as they arrived, by client.
             server: the state of the server.
             key: randomness of the attack.
+            refused: further replies of the round that were refused.
 
         Returns:
             Decoded uploads of the clients that the rule did not leave out, and the weight of every reply: of
@@ -100,16 +101,25 @@ class Inspection:
             found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
         weights = dict.fromkeys(found, 1.0)
         if self.trust.robust.rule in WEIGHING and found:
-            weights = self._weigh(found, references, infos)
+            weights = self._weigh(found, references, infos, refused)
             if self.trust.robust.rule == "norm_bound":
                 for i, u in found.items():
                     found[i] = self._bounded(u, references[i], weights[i], infos[i])
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
 
-    def least_replies(self, count: int) -> int:
-        """How many replies the rule needs where so many are expected: 2 f + 3 of Krum."""
+    def least_replies(self, count: int, refused: int = 0) -> int:
+        """How many replies the rule needs besides those that were refused: 2 f + 3 of Krum.
+
+        Args:
+            count: replies that are expected, or that came, the refused ones included.
+            refused: those of them that were refused, which count as hostile.
+        """
         robust = self.trust.robust
-        return 2 * hostile_count(robust.hostile, count) + 3 if robust.rule in ("krum", "multi_krum") else 0
+        return 2 * self._hostile(count, refused) + 3 if robust.rule in ("krum", "multi_krum") else 0
+
+    def _hostile(self, count: int, refused: int) -> int:
+        """How many of the replies that are left may be hostile."""
+        return max(0, hostile_count(self.trust.robust.hostile, count) - refused)
 
     def settle(
         self, found: RoundResults, contribute: Contribute, server: Any, key: Key
@@ -131,13 +141,14 @@ class Inspection:
         infos = {c.id: c for c in self.task.clients}
 
         def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
-            needed = self.least_replies(len(uploads))
+            refused = len(found.refused)
+            needed = self.least_replies(len(uploads) + refused, refused)
             if uploads and len(uploads) < needed:
                 found.aggregator.reason = (
                     f"{self.trust.robust.rule} needs at least {needed} replies, and there were {len(uploads)}"
                 )
                 return {}
-            chosen, ruled = self.judge(uploads, server, key)
+            chosen, ruled = self.judge(uploads, server, key, refused)
             used.update(chosen)
             weights.update(ruled)
             counts.update(zip(chosen, self._counts(infos, list(chosen)).tolist(), strict=True))
@@ -174,6 +185,7 @@ class Inspection:
         uploads: Mapping[int, Any],
         references: Mapping[int, Any],
         infos: Mapping[int, ClientInfo],
+        refused: int,
     ) -> dict[int, float]:
         scales = {i: self.method.product_scale(self.task, infos[i]) for i in uploads}
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
@@ -193,7 +205,7 @@ class Inspection:
             if rule == "geometric_median":
                 found = geometric_median_weights(products, self._counts(infos, list(uploads)))
             else:
-                hostile = hostile_count(self.trust.robust.hostile, n)
+                hostile = self._hostile(n + refused, refused)
                 found = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
         return dict(zip(uploads, found.tolist(), strict=True))
 

@@ -88,6 +88,7 @@ class RoundResults:
         volume: sizes of the replies, the lost ones included.
         arrived: clients whose replies arrived and were used.
         not_finite: reason for each client whose reply was dropped because it diverged or holds a NaN.
+        refused: clients of which nothing is used because of what they sent.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class RoundResults:
         self.volume = Volume()
         self.lost: dict[str, str] = {}
         self.not_finite: dict[int, str] = {}
+        self.refused: set[int] = set()
         self.meters: list[Meter] = []
         self._losses_of: dict[int, float] = {}
         self.arrived: set[int] = set()
@@ -127,6 +129,8 @@ class RoundResults:
         self.meters.append(result.meter)
         self.volume.add(info.id, result.upload)
         reason = self._reason_lost(info, result)
+        if reason is not None and (result.refused or info.id in self.not_finite):
+            self.refused.add(info.id)
         if reason is None and result.upload is not None:
             if self._uploads is not None:
                 self._uploads[info.id] = result.upload

@@ -112,6 +112,43 @@ def composed_epsilon(
     return _compose(tuple((*key, count) for key, count in rounds.items() if count), delta, accountant)
 
 
+def total_epsilon(
+    rounds: Mapping[tuple[float, Sampling], int], delta: float, accountant: Accountant
+) -> float:
+    """ε after the rounds of several runs, as :func:`composed_epsilon`, also of runs of both relations.
+
+    The rounds of one relation are composed by the accountant. Those of two are added up: each part is evaluated
+    at δ/2, and ε and δ of both parts are summed (basic composition). A sum of both relations holds for
+    ``replace_one``, by which a client is taken away and another one added. A guarantee (ε, δ') for
+    ``add_remove`` is (2ε, (1 + exp ε) δ') for two such steps (Dwork & Roth 2014, group privacy).
+    """
+    parts: dict[str, dict[tuple[float, Sampling], int]] = {}
+    for key, count in rounds.items():
+        if count:
+            parts.setdefault(key[1].relation, {})[key] = count
+    if len(parts) < 2:
+        # earlier runs may have had another accountant than this one
+        return composed_epsilon(rounds, delta, "rdp" if "replace_one" in parts else accountant)
+    replaced = composed_epsilon(parts["replace_one"], delta / 2, "rdp")
+    return replaced + _for_two_steps(
+        lambda small: composed_epsilon(parts["add_remove"], small, accountant), delta / 2
+    )
+
+
+def _for_two_steps(epsilon_at: Callable[[float], float], delta: float) -> float:
+    """2ε for a δ' with (1 + exp ε(δ')) δ' ≤ δ, found by decreasing it; infinite if there is none above 1e-300."""
+    small = delta / 2
+    while small > 1e-300:
+        one = epsilon_at(small)
+        if one > 600:
+            break
+        if (1 + math.exp(one)) * small <= delta:
+            return 2 * one
+        # ε grows as δ' falls, so no δ' above this fits
+        small = min(small / 2, delta / (1 + math.exp(one)))
+    return math.inf
+
+
 def noise_for(epsilon: float, delta: float, rounds: int, sampling: Sampling, accountant: Accountant) -> float:
     """Find the smallest noise by which all rounds keep to the budget ``epsilon``; an error if there is none.
 
@@ -139,14 +176,14 @@ def rounds_within(
 ) -> int:
     """Count the rounds, up to ``most``, that keep to the budget ``epsilon``; 0 if the first does not.
 
-    The rounds in ``spent``, as :func:`composed_epsilon` takes them, come before and are not counted.
+    The rounds in ``spent``, as :func:`total_epsilon` takes them, come before and are not counted.
     """
     _check(epsilon=epsilon, most=most)
 
     def keeps(rounds: int) -> bool:
         after = Counter(spent or {})
         after[noise, sampling] += rounds
-        return composed_epsilon(after, delta, accountant) <= epsilon
+        return total_epsilon(after, delta, accountant) <= epsilon
 
     good, bad, middle = 0, most + 1, 1
     while bad - good > 1:

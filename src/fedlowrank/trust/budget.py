@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from ..core.errors import CheckpointError, ConfigError
 from .accounting import (
     Sampling,
-    composed_epsilon,
     epsilon,
     local_epsilon,
     local_noise_for,
     noise_for,
     rounds_within,
+    total_epsilon,
 )
 from .ledger import PrivacyLedger
 from .settings import Privacy
+from .site_ledger import SiteLedger, spent
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,8 @@ LEDGER = "privacy.jsonl"
 class Budget:
     """The privacy budget of a run.
 
-    What may still be spent follows from ε of the ledger, never from a count of rounds.
+    What may still be spent follows from ε of the ledger, never from a count of rounds. Where a site is given
+    (:meth:`count_site`), ε is that of all its runs on the same data.
 
     Args:
         privacy: settings, of a kind that is not none.
@@ -60,8 +64,10 @@ class Budget:
     ) -> None:
         self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
         self.ledger = PrivacyLedger()
+        self._site: SiteLedger | None = None
         # central: rounds in the ledger up to which a further one is known to keep to the budget
         self._room_until = 0
+        self._counted: Counter[tuple[float, Sampling]] = Counter()
         self._delta = float(privacy.delta or 0)
         if self._delta > 1 / sampling.clients:
             logger.warning(
@@ -111,6 +117,33 @@ class Budget:
         for t in range(done):
             self.require(t)
 
+    def count_site(self, site: SiteLedger) -> str:
+        """Charge the site's ledger, too, and count what all its runs on the same data have spent.
+
+        Returns:
+            What earlier runs have spent, for a log; "" if nothing, or if the site was counted before.
+        """
+        is_new = self._site is None or self._site.name != site.name
+        self._site, self._room_until = site, 0
+        if not is_new or not (before := self.spent_before()):
+            return ""
+        return (
+            f"earlier runs of this site on the same data have spent ε = {before:.4g} at δ = {self._delta:g}, which "
+            "counts towards privacy.epsilon; `fedlowrank privacy` lists them"
+        )
+
+    def spent_before(self) -> float:
+        """ε of the other runs of the site on the same data; 0 if no site is counted."""
+        if self._site is None:
+            return 0.0
+        return spent(self._site.run.kind, self._site.others(), self._delta, self.privacy.accountant)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other processes from spending the same budget between a decision and its charge."""
+        with contextlib.nullcontext() if self._site is None else self._site.locked():
+            yield
+
     def require(self, round: int) -> None:
         """Refuse to go on after a round that the ledger lacks; raises CheckpointError."""
         if self.ledger.clients_of(round) is None:
@@ -127,15 +160,19 @@ class Budget:
         """
         clients = list(clients)
         again = self.seeded and self.ledger.has(round, self.noise, clip, self.sampling, clients)
-        if not (self.is_local or again or self._allows_release(round)):
-            raise ConfigError(f"round {round + 1} cannot be done: {self.reason()}")
-        if self.ledger.clients_of(round) is not None:
-            # what was found of further draws holds no more
-            self._room_until = 0
-        self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=self.seeded)
+        with self.exclusive():
+            if not (self.is_local or again or self._allows_release(round)):
+                raise ConfigError(f"round {round + 1} cannot be done: {self.reason()}")
+            if self.ledger.clients_of(round) is not None:
+                # what was found of further draws holds no more
+                self._room_until = 0
+            if self._site is not None and not again:
+                # first, so that a kill in between leaves too much charged and not too little
+                self._site.charge(round, self.noise, clip, self.sampling, clients)
+            self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=self.seeded)
 
     def spent(self) -> float:
-        """ε until now: of the models that the server released, or of the client that sent most."""
+        """ε of this run until now: of the models that the server released, or of the client that sent most."""
         kind: Literal["central", "local"] = "local" if self.is_local else "central"
         return self.ledger.spent(kind, self._delta, self.privacy.accountant)
 
@@ -150,15 +187,26 @@ class Budget:
         if not self.is_local:
             return list(clients) if again is not None or self._allows_release(round) else []
         # clients that sent as often as each other have the same sum, so there are few of them
-        after = {p: self._local_after(p) for p in {self.ledger.precision(i) for i in clients}}
+        # a folder may be older than the site's ledger, and the ledger may have been lost
+        least = 0.0 if self._site is None else self._site.precision()
+        known = {i: max(self.ledger.precision(i), least) for i in clients}
+        after = {p: self._local_after(p) for p in set(known.values())}
         limit = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
-        return [i for i in clients if i in (again or ()) or after[self.ledger.precision(i)] <= limit]
+        return [i for i in clients if i in (again or ()) or after[known[i]] <= limit]
 
     def reason(self) -> str:
         """Why the budget allows no further round, and what to do."""
         whose, release = (" of each client", "update") if self.is_local else ("", "round")
+        begin = f"the privacy budget{whose}, privacy.epsilon = {self.privacy.epsilon}, is spent: "
+        if before := self.spent_before():
+            return (
+                f"{begin}earlier runs of this site on the same data had ε = {before:.4g}, this one {self.spent():.4g}, "
+                f"and a further {release} with σ = {self.noise:.4g} exceeds it. Another folder changes nothing: the "
+                "budget is that of the data (`fedlowrank privacy` lists the runs). A new run needs a larger "
+                "privacy.epsilon, and all that was spent counts towards it"
+            )
         return (
-            f"the privacy budget{whose}, privacy.epsilon = {self.privacy.epsilon}, is spent: ε is {self.spent():.4g}, "
+            f"{begin}ε is {self.spent():.4g}, "
             f"and a further {release} with σ = {self.noise:.4g} exceeds it. A resumed run keeps its σ, also when it "
             "gets more rounds: plan a new run, in another folder, for more rounds or a larger privacy.epsilon"
         )
@@ -173,9 +221,10 @@ class Budget:
         limit, charged = self.privacy.epsilon, self.ledger.rounds()
         if limit is None:
             return True
+        others = self._draws_of_others()
         # sampling amplifies a draw once, so a second release of it costs more than a further draw
         repeats = self.ledger.draws_if_repeated(round, self.noise)
-        if any(composed_epsilon(r, self._delta, self.privacy.accountant) > limit for r in repeats):
+        if any(total_epsilon(r + others, self._delta, self.privacy.accountant) > limit for r in repeats):
             return False
         if charged >= self._room_until:
             # one search for many rounds: by privacy loss distributions a single ε takes half a second
@@ -186,6 +235,16 @@ class Budget:
                 self.sampling,
                 self.privacy.accountant,
                 self.rounds,
-                self.ledger.draws(),
+                self.ledger.draws() + others,
             )
         return charged < self._room_until
+
+    def _draws_of_others(self) -> Counter[tuple[float, Sampling]]:
+        """The draws of the site's other runs on the same data."""
+        if self._site is None:
+            return Counter()
+        found = self._site.draws_of_others()
+        if found != self._counted:
+            # what was found of further draws holds no more
+            self._counted, self._room_until = found, 0
+        return found

@@ -115,6 +115,13 @@ class PrivacyLedger:
         self._add(charge)
         return True
 
+    def copy_in_memory(self) -> PrivacyLedger:
+        """A ledger with the same charges and without a file."""
+        copy = PrivacyLedger()
+        for charge in self._charges:
+            copy._add(charge)
+        return copy
+
     def has(self, round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> bool:
         """Whether this very charge was made before; see :meth:`charge`."""
         return _charge(round, noise, clip, sampling, sorted(clients)) in self._known
@@ -132,6 +139,14 @@ class PrivacyLedger:
     def noise(self) -> float | None:
         """σ of the last charge; None of an empty ledger."""
         return self._charges[-1].noise if self._charges else None
+
+    def noises(self) -> list[float]:
+        """The different σ of the charges, ascending."""
+        return sorted({charge.noise for charge in self._charges})
+
+    def clients(self) -> list[int]:
+        """Who was charged at least once, ascending."""
+        return sorted(self._releases)
 
     def releases(self, client: int) -> int:
         """Times that a client was charged; a round that was charged twice counts twice."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ...core.errors import CheckpointError, FedlowrankError
 from ...core.files import as_checkpoint_error, write_json
+from ...core.private_files import make_private_folder
 from ...simulation.lock import exclusive, identify, is_alive
 from . import process_tree
 
@@ -142,8 +143,7 @@ class FlowerProcess:
         if self.alive():
             raise ProcessError(f"{self.name} runs already, as process {self.pid}")
         self._end(signal.SIGKILL, 0)
-        with as_checkpoint_error(f"cannot make {self.home}"):
-            self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(self.home)
         if self._lock is None:
             lock = contextlib.ExitStack()
             lock.enter_context(exclusive(self.home))

@@ -1,4 +1,4 @@
-"""Runs one of Flower's commands on the server's machine behind a secret token; started as a script.
+"""Runs one of Flower's commands on the server's machine behind a secret token and behind rules for clients.
 
 Flower serves three kinds of callers on one port. Clients prove their identity with a registered key. Commands
 register keys and start runs. The server's subprocesses run the server's half of a method. Flower does not
@@ -8,9 +8,12 @@ upload. Loopback is no protection: other users of the machine, tunnels and TCP p
 Therefore every call that is not a client's must carry a token in a header. The server makes a new token for
 every SuperLink and passes it on by an environment variable, which other users of a machine cannot read.
 (Flower's own tokens are on command lines, which they can.) The commands that may call are started by this
-script, too, which adds the header to what they send.
+module, too, which adds the header to what they send.
 
-This script imports nothing of fedlowrank, whose libraries would stay in memory beside Flower's.
+Of a client, Flower checks the key after it has read the whole call, and does not compare the sender of a message
+with the key. :mod:`..access` checks both, and limits connections, calls and replies.
+
+What this module imports stays in memory beside Flower's, so that is little of fedlowrank.
 """
 
 from __future__ import annotations
@@ -21,21 +24,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-CLIENTS = "/v1/fleet/"
-"""Paths of calls by clients, whose keys Flower checks."""
+if TYPE_CHECKING:
+    from ..access.gate import Gate
+
 PROBE = "/fedlowrank-guard"
 """A path that answers 204 to a caller with the token, which shows that the guard is installed."""
+REPLIES = "/fedlowrank-guard/replies"
+"""A path by which the server's half limits replies, and learns which were refused."""
 TOKEN = "FEDLOWRANK_TOKEN"
 """Name of the environment variable that holds the token."""
+CLIENT_KEYS, CLIENT_NODES, AUDIT = "FEDLOWRANK_CLIENT_KEYS", "FEDLOWRANK_CLIENT_NODES", "FEDLOWRANK_AUDIT"
+"""Names of environment variables: folder of the public keys, file of Flower's numbers, file of the audit log."""
 HEADER = "x-fedlowrank-token"
 """Name of the header that holds the token."""
+MODULE = "fedlowrank.network.deploy.guard"
+"""This module, which is another one where it runs as a program."""
 CALLERS = ("flower-superexec", "flwr-serverapp")
 """Programs that the SuperLink starts, directly or not, and that call it back."""
-
-BODY = 16 << 20
-"""Bytes of a call by a client; Flower sends what is larger in pieces of 5 MiB."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -43,25 +51,29 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-def guarded(app: App, token: str) -> App:
-    """Wrap a web application (ASGI): it answers 403 to calls that are not a client's and lack the token."""
+def guarded(gate: Gate, token: str) -> App:
+    """Wrap the web application (ASGI) of a gate: 403 to calls that are not a client's and lack the token."""
+    from ..access.connections import SERVER
+    from ..access.gate import CLIENTS, answer
 
     async def guard(scope: Message, receive: Receive, send: Send) -> None:
         # the start and the end of the application itself are no calls
         if scope["type"] == "lifespan":
-            await app(scope, receive, send)
+            await gate.app(scope, receive, send)
         elif str(scope["path"]).startswith(CLIENTS):
-            await limited(app, scope, receive, send)
+            await gate.client(scope, receive, send)
         elif not has_token(scope, token):
-            print(
-                f"refused without the server's token: {scope['path']!r} from {scope.get('client')}",
-                flush=True,
-            )
-            await _answer(send, 403, b"This is answered to the server's own processes only.\n")
-        elif scope["path"] == PROBE:
-            await _answer(send, 204, b"")
+            address = (scope.get("client") or ("nowhere",))[0]
+            gate.log(f"refused without the server's token: {scope['path']!r} from {address}", address)
+            await answer(send, 403, "This is answered to the server's own processes only.\n")
         else:
-            await app(scope, receive, send)
+            gate.prove(scope, SERVER)
+            if scope["path"] == PROBE:
+                await answer(send, 204, "")
+            elif scope["path"] == REPLIES:
+                await gate.replies(scope, receive, send)
+            else:
+                await gate.server(scope, receive, send)
 
     return guard
 
@@ -74,45 +86,37 @@ def has_token(scope: Message, token: str) -> bool:
     return any(hmac.compare_digest(value, token.encode()) for value in found)
 
 
-async def limited(app: App, scope: Message, receive: Receive, send: Send) -> None:
-    """Pass a call on, but at most :data:`BODY` bytes of its body, which is read into memory."""
-    lengths = [
-        int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()
-    ]
-    if max(lengths, default=0) > BODY:
-        await _answer(send, 413, b"A call may have 16 MiB; larger things are sent in pieces.\n")
-        return
-    read = 0
-
-    async def counted() -> Message:
-        nonlocal read
-        message = await receive()
-        read += len(message.get("body", b""))
-        return message if read <= BODY else {"type": "http.disconnect"}
-
-    await app(scope, counted, send)
-
-
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())] if body else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
 def command(program: str) -> list[str]:
-    """The command line that runs one of Flower's commands by this script."""
-    # -P: without the folder of this script on the path, whose modules have common names
-    return [sys.executable, "-P", __file__, program]
+    """The command line that runs one of Flower's commands by this module."""
+    return [sys.executable, "-P", "-m", MODULE, program]
 
 
 def _guard_server(token: str) -> None:
     """Make the web server of this process serve the guarded application."""
     import uvicorn
 
-    run = uvicorn.run
+    from ..access.connections import Connections, Listener
+    from ..access.database import limit_journals, prepare_database
+    from ..access.gate import Gate
+    from ..access.identity import Roster, allow_clocks
+
+    keys = os.environ.get(CLIENT_KEYS)
+    roster = None if keys is None else Roster(Path(keys), Path(os.environ[CLIENT_NODES]))
+    audit = os.environ.get(AUDIT)
+    allow_clocks()
+    limit_journals()
+    if "--database" in sys.argv:
+        prepare_database(Path(sys.argv[sys.argv.index("--database") + 1]))
 
     def run_guarded(app: App, **settings: Any) -> None:
-        run(guarded(app, token), **settings)
+        connections = Connections()
+        gate = Gate(app, roster, connections, None if audit is None else Path(audit))
+        # h11 bounds the headers of a call; the other loop does not let us count connections; a header of a
+        # caller does not say where it calls from; lines for every call would fill the disk
+        fixed = {"http": "h11", "loop": "asyncio", "ws": "none", "proxy_headers": False, "access_log": False}
+        server = uvicorn.Server(uvicorn.Config(guarded(gate, token), **{**settings, **fixed}))
+        with Listener.open(settings["host"], settings["port"], connections) as listener:
+            server.run([listener])
 
     uvicorn.run = run_guarded  # type: ignore[assignment]  # replaced on purpose
 

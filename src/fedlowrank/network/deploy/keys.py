@@ -1,42 +1,52 @@
 """Certificates and keys of a federation: who may join, and how the server proves its identity.
 
 The server shows a certificate, signed by an authority that is made here and given to every client. A client
-proves its identity by a signature: its public key is registered at the server, and its private key never
-leaves its machine. Client keys are not signed, so only a new certificate of the server needs the authority.
+proves its identity by a signature: its public key is registered at the server. Its private key is made on its
+own machine (:mod:`..enrollment`) and never leaves it, or, for a trial, is made here with all others. The
+authority also signs the roster, by which all clients know each other's keys and their ends.
 
-FOLDER/ca.key         signs certificates of the server; stays with the person who made the folder
-FOLDER/server/        for the server's machine: ca.crt, server.pem, server.key, clients/3.pub for client 3
-FOLDER/client-3/      for the machine of client 3: ca.crt, client.key
+FOLDER/ca.key         signs certificates of the server, and the roster; stays with whoever made the folder
+FOLDER/server/        for the server's machine: ca.crt, server.pem, server.key, clients/3.pub for client 3,
+                      roster.json, and orders.key, which signs orders to clients, with its public half orders.pub
+FOLDER/client-3/      for the machine of client 3: ca.crt, orders.pub, roster.json; client.key if made here
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
     PublicFormat,
-    load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ...core.errors import ConfigError
 from ...core.files import as_checkpoint_error
+from ...core.private_files import refuse_readable
+from ..enrollment.key_files import (
+    AUTHORITY_DAYS,
+    PRIVATE,
+    check_days,
+    find_key_files,
+    read_authority,
+    write_key_file,
+)
+from ..enrollment.roster import ROSTER, KeyRoster, public_line, update_roster
 
-AUTHORITY_DAYS = 3650
-"""Life of the authority, and so the longest life of a certificate that it signs."""
-_PRIVATE = 0o600
+logger = logging.getLogger(__name__)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
@@ -50,17 +60,29 @@ class ServerKeys:
         certificate: of the server.
         key: private key of the certificate.
         clients: public key of every client that may join, by the client's number.
+        orders: private key that signs orders to clients.
     """
 
     authority: Path
     certificate: Path
     key: Path
     clients: dict[int, Path]
+    orders: Path
 
     @classmethod
     def read(cls, folder: Path) -> ServerKeys:
-        """Find the files in the folder ``server``; raises ConfigError if one is missing or misnamed."""
-        authority, certificate, key = _files(folder, "ca.crt", "server.pem", "server.key")
+        """Find the files in the folder ``server``.
+
+        Keys that have expired by the roster are left out. Without a roster, as in folders of earlier
+        releases, no key expires.
+
+        Raises:
+            ConfigError: if one is missing or misnamed, others can read the folder or a private key in it, or the
+                roster is not that of the authority or has another key of a client.
+        """
+        names = ("ca.crt", "server.pem", "server.key", "orders.key")
+        authority, certificate, key, orders = find_key_files(folder, *names)
+        refuse_readable(folder, key, orders)
         public_keys = sorted((folder.absolute() / "clients").glob("*.pub"))
         strange = next((path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
         if strange is not None:
@@ -68,7 +90,25 @@ class ServerKeys:
                 f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it."
             )
         clients = {int(path.stem): path for path in sorted(public_keys, key=lambda path: int(path.stem))}
-        return cls(authority, certificate, key, clients)
+        roster = folder / ROSTER
+        entries = KeyRoster.read(roster, authority).clients if roster.exists() else {}
+        for number, path in [*clients.items()]:
+            entry = entries.get(number)
+            if entry is None:
+                if entries:
+                    logger.info("%s is in no roster: other clients cannot know of it", path)
+            elif entry.key != public_line(path.read_text()):
+                raise ConfigError(
+                    f"{path} is not the key of client {number} in {roster}. Revoke the client and enter it again "
+                    "where `ca.key` lies, and bring the folder `server` from there."
+                )
+            elif entry.has_expired():
+                ended = f"{entry.expires:%Y-%m-%d}"
+                logger.info(
+                    f"the key of client {number} ended on {ended}; it is refused until it is prolonged"
+                )
+                del clients[number]
+        return cls(authority, certificate, key, clients, orders)
 
 
 @dataclass(frozen=True)
@@ -78,35 +118,48 @@ class ClientKeys:
     Attributes:
         authority: certificate that vouches for the server's.
         key: private key of the client.
+        orders: public key of the server's orders.
     """
 
     authority: Path
     key: Path
+    orders: Path
+
+    @property
+    def roster(self) -> Path:
+        """The roster beside the key; folders of earlier releases have none."""
+        return self.key.with_name(ROSTER)
 
     @classmethod
     def read(cls, folder: Path) -> ClientKeys:
-        """Find the files in a folder such as ``client-3``; raises ConfigError if one is missing."""
-        return cls(*_files(folder, "ca.crt", "client.key"))
+        """Find the files in a folder such as ``client-3``.
+
+        Raises:
+            ConfigError: if one is missing, or others can read the folder or its private key.
+        """
+        authority, key, orders = find_key_files(folder, "ca.crt", "client.key", "orders.pub")
+        refuse_readable(folder, key)
+        return cls(authority, key, orders)
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> None:
-    """Make the keys of a federation with clients 0, 1, ...
+    """Make the keys of a federation with clients 0, 1, ..., for a trial: whoever calls this knows all of them.
 
     Args:
         folder: made by this; the module's description lists its files.
-        clients: number of clients.
+        clients: number of clients; 0 where each makes its own key (:mod:`..enrollment.key_request`).
         hosts: names and IP addresses of the server, without a port; localhost, 127.0.0.1 and ::1 are always
             added.
-        days: life of the server's certificate, at most :data:`AUTHORITY_DAYS`. Client keys do not expire.
+        days: life of the server's certificate and of the clients' keys, at most :data:`AUTHORITY_DAYS`.
 
     Raises:
         ConfigError: if the folder exists, or an argument is not as described. Nothing is written then.
         CheckpointError: if the disk is full.
     """
-    if clients < 1:
-        raise ConfigError(f"a federation needs at least 1 client; clients is {clients}")
+    if clients < 0:
+        raise ConfigError(f"a federation cannot have {clients} clients; 0 if each makes its own key")
     names = _names(hosts)
-    _check_days(days)
+    check_days(days)
     if folder.exists():
         raise ConfigError(
             f"{folder} exists already, and keys are never overwritten. Choose another folder; to add a "
@@ -114,7 +167,8 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
         )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, mode=0o700)
-        (folder / "server" / "clients").mkdir(parents=True)
+        (folder / "server").mkdir(mode=0o700)
+        (folder / "server" / "clients").mkdir()
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank authority")])
     authority = (
@@ -123,18 +177,40 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA384())
     )
-    _write(folder / "ca.key", _pem(key), _PRIVATE)
-    _write(folder / "server" / "ca.crt", authority.public_bytes(Encoding.PEM))
+    write_key_file(folder / "ca.key", _pem(key), PRIVATE)
+    write_key_file(folder / "server" / "ca.crt", authority.public_bytes(Encoding.PEM))
+    orders = ed25519.Ed25519PrivateKey.generate()
+    write_key_file(folder / "server" / "orders.key", _pem(orders), PRIVATE)
+    write_key_file(folder / "server" / "orders.pub", _openssh(orders))
     _certify(folder, key, authority, names, days)
     for client in range(clients):
-        add_client(folder, client)
+        _make_client_key(folder, client)
+    update_roster(folder, dict.fromkeys(range(clients), days))
 
 
-def add_client(folder: Path, client: int) -> None:
-    """Make the key of one more client, read at the server's next start; ConfigError if it has one."""
+def add_client(folder: Path, client: int, days: int = 365) -> bool:
+    """Make the key of one more client, read at the server's next start.
+
+    Args:
+        folder: made by :func:`make_keys`.
+        client: its number.
+        days: life of the key.
+
+    Returns:
+        Whether the client was entered into the roster, which needs ``ca.key``.
+
+    Raises:
+        ConfigError: if the client has a key, or an argument is not as described.
+    """
+    check_days(days)
     if client < 0:
         raise ConfigError(f"clients are numbered from 0; client is {client}")
-    (authority,) = _files(folder / "server", "ca.crt")
+    _make_client_key(folder, client)
+    return update_roster(folder, {client: days})
+
+
+def _make_client_key(folder: Path, client: int) -> None:
+    authority, orders = find_key_files(folder / "server", "ca.crt", "orders.pub")
     own, public = folder / f"client-{client}", folder / "server" / "clients" / f"{client}.pub"
     taken = next((path for path in (own, public) if path.exists()), None)
     if taken is not None:
@@ -145,21 +221,25 @@ def add_client(folder: Path, client: int) -> None:
     with as_checkpoint_error(f"cannot make {own}"):
         own.mkdir(mode=0o700)
         public.parent.mkdir(exist_ok=True)
-    _write(own / "ca.crt", authority.read_bytes())
+    write_key_file(own / "ca.crt", authority.read_bytes())
+    write_key_file(own / "orders.pub", orders.read_bytes())
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    _write(own / "client.key", private, _PRIVATE)
-    _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    write_key_file(own / "client.key", private, PRIVATE)
+    write_key_file(public, _openssh(key))
 
 
-def revoke_client(folder: Path, client: int) -> Path:
-    """Move a client's public key away, so that the server rejects the client from its next start on.
+def revoke_client(
+    folder: Path, client: int, why: Literal["revoked", "expired"] = "revoked"
+) -> tuple[Path, bool]:
+    """Move a client's public key away: from now on the server refuses the client, also one that runs.
 
     Args:
         folder: made by :func:`make_keys`, or its part ``server``.
         client: whose key it is. :func:`add_client` makes a new one once the client's old folder is removed.
+        why: names the folder that it is moved to. A key that was revoked is never accepted again.
 
     Returns:
-        Where the public key is now.
+        Where the public key is now, and whether the client was taken from the roster, which needs ``ca.key``.
 
     Raises:
         ConfigError: if the server has no key of the client.
@@ -170,11 +250,29 @@ def revoke_client(folder: Path, client: int) -> Path:
     if not public.is_file():
         known = sorted(int(p.stem) for p in public.parent.glob("*.pub") if p.stem.isdigit())
         raise ConfigError(f"{server} has no public key of client {client}. It has keys of clients {known}.")
-    revoked = server / "revoked"
+    revoked = server / why
     number = next(i for i in range(1, 10**6) if not (revoked / f"{client}-{i}.pub").exists())
     with as_checkpoint_error(f"cannot move {public}"):
         revoked.mkdir(exist_ok=True)
-        return public.rename(revoked / f"{client}-{number}.pub")
+        moved = public.rename(revoked / f"{client}-{number}.pub")
+    return moved, update_roster(folder)
+
+
+def expired_clients(folder: Path) -> list[int]:
+    """Clients whose public keys the folder ``server`` has, and which have expired by its roster."""
+    if not (folder / ROSTER).exists():
+        return []
+    entries = KeyRoster.read(folder / ROSTER, folder / "ca.crt").clients
+    present = {int(path.stem) for path in (folder / "clients").glob("*.pub") if path.stem.isdigit()}
+    return [number for number, entry in sorted(entries.items()) if number in present and entry.has_expired()]
+
+
+def name_revoked(server: Path, key: str) -> str:
+    """The client of a public key that was revoked, for logs; ``server`` is the server's part of the keys."""
+    for path in (server / "revoked").glob("*.pub"):
+        if path.read_text().strip() == key:
+            return f"client {path.stem.partition('-')[0]}"
+    return "a client whose public key was removed"
 
 
 def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
@@ -188,13 +286,8 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
     Raises:
         ConfigError: if a file is missing, an argument is not as described, or the authority has expired.
     """
-    _check_days(days)
-    (key_path,) = _files(folder, "ca.key")
-    (authority_path,) = _files(folder / "server", "ca.crt")
-    key = load_pem_private_key(key_path.read_bytes(), None)
-    authority = x509.load_pem_x509_certificate(authority_path.read_bytes())
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
-        raise ConfigError(f"{key_path} is not the key of {authority_path}. Put the two of one make together.")
+    check_days(days)
+    key, authority = read_authority(folder)
     if authority.not_valid_after_utc <= _now():
         raise ConfigError(
             f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, "
@@ -235,8 +328,8 @@ def _certify(
         .sign(signer, hashes.SHA384())
     )
     # the two belong together, so each replaces its predecessor whole, and the certificate last
-    _write(folder / "server" / "server.key", _pem(key), _PRIVATE)
-    _write(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM))
+    write_key_file(folder / "server" / "server.key", _pem(key), PRIVATE)
+    write_key_file(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM))
 
 
 def _certificate(
@@ -296,35 +389,14 @@ def _name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _check_days(days: int) -> None:
-    if not 1 <= days <= AUTHORITY_DAYS:
-        raise ConfigError(f"a certificate lives between 1 and {AUTHORITY_DAYS} days; days is {days}")
-
-
-def _files(folder: Path, *names: str) -> list[Path]:
-    paths = [folder.absolute() / name for name in names]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise ConfigError(
-            f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, "
-            "those of client 3 the folder `client-3` of what was made for the federation."
-        )
-    return paths
-
-
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _pem(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file atomically, with a mode that it has from the beginning."""
-    temporary = path.with_name(f"{path.name}.new")
-    with as_checkpoint_error(f"cannot write {path}"):
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-        temporary.replace(path)
+def _openssh(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
+    """The public half of a key, as one line."""
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n"

@@ -14,10 +14,13 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
+import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +28,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -44,12 +45,15 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_objects,
     push_objects,
 )
+from flwr.supercore.protobuf.client import ProtobufClient
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
-from ...core.errors import ConfigError
-from .. import flower
-from ..messages import plain
+from .. import flower, intake
+from ..enrollment.key_request import PASSPHRASE, load_key_pair
+from ..intake import FetchBound
+from ..messages import RefusedOrderError, plain
+from ..site.audit_log import AUDIT, SiteAudit
 from .flower_app import write_own_app
 from .processes import WORKING
 
@@ -57,6 +61,20 @@ logger = logging.getLogger("fedlowrank.network.deploy.node")
 
 PAUSE = 0.5
 """Seconds between two looks for a message."""
+
+
+PIECE_BYTES = intake.CHUNK + (1 << 16)
+"""Bytes of the server's answer to a call for a piece of a message."""
+
+CALL_BYTES = 1 << 20
+"""Bytes of the server's answer to any other call."""
+
+GIVEN_UP = (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError)
+"""Errors after which a message is not answered: the run may be over, or the message too old."""
+
+
+_MOST_RUNS = 100
+"""Runs of the server of which is remembered whether they are refused."""
 
 
 class Connection(NamedTuple):
@@ -139,37 +157,78 @@ class Node:
             with self._working():
                 began = time.monotonic()
                 reply = self._reply(*received)
+                # of the server's clock: by this machine's, the reply may have expired before it was made
+                reply.metadata.created_at = received[0].metadata.created_at
+                reply.metadata.ttl = received[0].metadata.ttl
                 self._send(reply, time.monotonic() - began)
-        except (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
+        except GIVEN_UP as error:
             # the run may be over, or the message too old; the server asks again for what it still needs
-            logger.info("a message was given up: %r", error)
+            why = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+            logger.info("a message was given up: %r %s", error, plain(why))
         return True
 
     def _reply(self, message: Message, objects: Any) -> Message:
         metadata, run = message.metadata, message.metadata.run_id
-        logger.info("message %s %s of run %d", metadata.message_type, metadata.group_id, run)
+        logger.info("message %s of run %d", plain(f"{metadata.message_type} {metadata.group_id}", 100), run)
         if run not in self._refusals:
+            if len(self._refusals) >= _MOST_RUNS:
+                self._refusals.clear()
             self._refusals[run] = self.pinned.refusal(self.connection.get_run(run))
         refusal = self._refusals[run]
         if refusal is not None:
-            logger.info("refused: %s", refusal)
-            return Message(Error(ErrorCode.INVALID_FAB, refusal), reply_to=message)
-        wanted = [tree.object_id for tree in iterate_object_tree(objects)]
-        contents = pull_objects(wanted, functools.partial(self.connection.pull, run))
-        self.connection.confirm(run, metadata.message_id)
+            return self._refuse(message, RefusedOrderError(refusal), ErrorCode.INVALID_FAB)
+        try:
+            whole = self._fetch(message, objects)
+        except GIVEN_UP:
+            raise
+        except RefusedOrderError as error:
+            return self._refuse(message, error, ErrorCode.CLIENT_APP_RAISED_EXCEPTION)
+        except Exception as error:  # noqa: BLE001 - a message that cannot be read does not end the node
+            return flower.error_reply(message, error, lambda: self.folder)
+        try:
+            # the content does not say by which identifier the server knows it
+            whole.metadata.__dict__["_message_id"] = metadata.message_id
+            context = Context(run, self.connection.node, {"folder": str(self.folder)}, RecordDict(), {})
+            return self.app(whole, context)
+        except Exception as error:  # noqa: BLE001 - such as a message of a type that the app does not answer
+            return flower.error_reply(message, error, lambda: self.folder)
+
+    def _refuse(self, message: Message, error: RefusedOrderError, code: int) -> Message:
+        SiteAudit(self.folder / AUDIT).refused(message.metadata.message_type, str(error))
+        return flower.error_reply(message, error, lambda: self.folder, code)
+
+    def _fetch(self, message: Message, objects: Any) -> Message:
+        """Fetch the content of a message, and stop where it is too large; raises RefusedOrderError then."""
+        run, lock = message.metadata.run_id, threading.Lock()
+        bound = FetchBound(self._max_bytes(message.metadata.message_type), "fedlowrank join --max-download")
+        # a message may name a piece many times, and is not gone through to its end
+        pieces = itertools.islice(iterate_object_tree(objects), bound.pieces + 1)
+        wanted = [piece.object_id for piece in pieces]
+        bound.expect(len(wanted))
+
+        def pull(name: str) -> bytes:
+            check()
+            content = self.connection.pull(run, name)
+            with lock:
+                bound.add(content)
+            check()
+            return content
+
+        def check() -> None:
+            if bound.problem:
+                raise RefusedOrderError(f"a message of the server was not read to its end: {bound.problem}")
+
+        check()
+        contents = pull_objects(list(dict.fromkeys(wanted)), pull)
+        self.connection.confirm(run, message.metadata.message_id)
         whole = inflate_object_from_contents(objects.object_id, contents)
         if not isinstance(whole, Message):
             raise TypeError(f"the server sent a {type(whole).__name__} for a message")
-        # the content does not say by which identifier the server knows it
-        whole.metadata.__dict__["_message_id"] = metadata.message_id
-        node: dict[str, Any] = {"folder": str(self.folder)}
-        context = Context(run, self.connection.node, node, RecordDict(), {})
-        try:
-            return self.app(whole, context)
-        except Exception as error:
-            reason = plain(f"{type(error).__name__}: {error}")
-            logger.exception("failed: %s", reason)
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=whole)
+        return whole
+
+    def _max_bytes(self, kind: str) -> int:
+        """Bytes that a message of a kind may have; only orders have a payload."""
+        return flower.runtime_at(str(self.folder)).max_download if kind == flower.ORDER else 0
 
     def _send(self, reply: Message, seconds: float) -> None:
         reply.metadata.__dict__["_message_id"] = reply.object_id
@@ -188,19 +247,58 @@ class Node:
             (self.home / WORKING).unlink(missing_ok=True)
 
 
+class TooLargeAnswerError(httpx.HTTPError):
+    """The server's answer to a call is longer than it may be; it was not read to its end."""
+
+
+class _Counted(httpx.SyncByteStream):
+    """The body of an answer, up to a number of bytes."""
+
+    def __init__(self, stream: httpx.SyncByteStream, most: int) -> None:
+        self._stream, self._most = stream, most
+
+    def __iter__(self) -> Iterator[bytes]:
+        read = 0
+        for part in self._stream:
+            read += len(part)
+            if read > self._most:
+                raise TooLargeAnswerError(f"the server's answer has more than {self._most} bytes")
+            yield part
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def limit_answers(client: httpx.Client) -> None:
+    """Read at most so many bytes of each answer into memory, unpack none, and follow no redirection."""
+
+    def limit(response: httpx.Response) -> None:
+        coding = response.headers.get("content-encoding", "identity")
+        if coding != "identity":
+            raise TooLargeAnswerError(f"the server's answer is packed ({plain(coding, 40)})")
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        most = PIECE_BYTES if response.request.url.path.endswith("/pull-object") else CALL_BYTES
+        response.stream = _Counted(response.stream, most)
+
+    client.event_hooks = {"response": [limit]}
+    client.headers["accept-encoding"] = "identity"
+    client.follow_redirects = False
+
+
+def _limit_all_answers() -> None:
+    """Make the clients of Flower's API in this process limit what they read."""
+    make = ProtobufClient.__init__
+
+    def make_limited(self: ProtobufClient, *arguments: Any, **settings: Any) -> None:
+        make(self, *arguments, **settings)
+        limit_answers(self._client)
+
+    ProtobufClient.__init__ = make_limited  # type: ignore[method-assign]  # replaced on purpose
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     del number, frame
     sys.exit(0)
-
-
-def _private_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
-    try:
-        key = load_ssh_private_key(path.read_bytes(), None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no private key that can be read: {error}") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is a key of another kind; make keys by `fedlowrank keys`")
-    return key, key.public_key()
 
 
 def main() -> None:
@@ -213,12 +311,15 @@ def main() -> None:
     parser.add_argument("--key", type=Path, help="private key of the client")
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    logger.setLevel(logging.INFO)
+    logging.getLogger("fedlowrank.network").setLevel(logging.INFO)
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, _end)
     (args.home / WORKING).unlink(missing_ok=True)
+    _limit_all_answers()
     pinned = PinnedApp.installed()
-    keys = None if args.key is None else _private_key(args.key)
+    keys = None
+    if args.key is not None:
+        keys = load_key_pair(args.key, os.environ.pop(PASSPHRASE, ""))
     authority = None if args.authority is None else args.authority.read_bytes()
     with http_request_response(args.server, authority is None, authority, keys) as calls:
         node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)

@@ -5,6 +5,7 @@ Flower's commands are called for their JSON output; nothing here imports Flower.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -20,6 +21,7 @@ from ...core.files import write_atomically, write_json
 from . import guard
 from .flower_app import Value, as_toml
 from .flower_process import FlowerProcess, ProcessError, free_port, listen
+from .in_use import listen_error
 from .keys import ClientKeys, ServerKeys
 
 WORKING = "working"
@@ -80,6 +82,10 @@ class SuperLink(FlowerProcess):
         self.variables[guard.TOKEN] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
+        self._keys_changed = 0
+        if keys is not None:
+            self.variables[guard.CLIENT_KEYS] = str(keys.authority.absolute().parent / "clients")
+            self.variables[guard.CLIENT_NODES] = str(self._registered)
 
     def __enter__(self) -> Self:
         self.start()
@@ -100,10 +106,7 @@ class SuperLink(FlowerProcess):
             # the system frees the port of a killed process a moment later
             listen(self.host, self.port, 20.0 if self.ended_orphans else 0.0).close()
         except OSError as error:
-            raise ProcessError(
-                f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end "
-                "the program that has it."
-            ) from error
+            raise listen_error(self.host, self.port, error) from error
         if not self._database.exists():
             self._registered.unlink(missing_ok=True)
         security: dict[str, Value] = {"insecure": True}
@@ -136,15 +139,32 @@ class SuperLink(FlowerProcess):
             write_json(self._registered, known)
         return known[key]
 
-    def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
-        """Unregister all clients but those with these public keys; returns Flower's numbers of the others."""
-        known, forgotten = self._known_keys(), []
-        stay = {path.read_text().strip() for path in public_keys}
-        for key in known.keys() - stay:
-            forgotten.append(known.pop(key))
-            self._flwr("supernode", "unregister", str(forgotten[-1]))
+    def keep_only(self, public_keys: Iterable[Path]) -> list[str]:
+        """Unregister all clients but those with these public keys; returns the keys of the others."""
+        known, stay = self._known_keys(), set()
+        for path in public_keys:
+            # one that is revoked meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                stay.add(path.read_text().strip())
+        forgotten = sorted(known.keys() - stay)
+        for key in forgotten:
+            self._flwr("supernode", "unregister", str(known.pop(key)))
             write_json(self._registered, known)
-        return sorted(forgotten)
+        return forgotten
+
+    def unregister_revoked(self) -> list[str]:
+        """Unregister the clients whose public keys were taken away since the last look; returns these keys.
+
+        The guard refuses them from the moment of the revocation on. This makes rounds not wait for them.
+        """
+        if self.keys is None:
+            return []
+        changed = (self.keys.authority.parent / "clients").stat().st_mtime_ns
+        if changed == self._keys_changed:
+            return []
+        gone = self.keep_only(self.keys.clients.values())
+        self._keys_changed = changed
+        return gone
 
     def _known_keys(self) -> dict[str, int]:
         """Flower's number of every registered public key."""

@@ -79,7 +79,7 @@ def _watch(node: SuperNode, stop: threading.Event) -> bool:
         if number is None:
             number = node.node_id()
             if number is not None:
-                logger.info("connected to %s, which calls this client %d", node.address, number)
+                logger.info("connected to %s", node.address)
             elif not is_warned and time.monotonic() - began > _SLOW:
                 is_warned = True
                 logger.info(

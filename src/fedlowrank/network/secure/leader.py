@@ -13,14 +13,14 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from ...trust.secure_sums import KeyPair, Vector, combine, expand
-from .identity import Roster, Session
 from .member import Announcement, SecureSumError, commit, is_signed, threshold
+from .signing import MemberKeys, Session
 
 TRIALS = 1000
 """Sets of shares that are tried where some are wrong."""
 
 
-class Leader:
+class SumLeader:
     """The server in one secure sum.
 
     Args:
@@ -34,7 +34,7 @@ class Leader:
         signatures: of the list of those that replied, by client.
     """
 
-    def __init__(self, clients: int, session: Session, roster: Roster) -> None:
+    def __init__(self, clients: int, session: Session, roster: MemberKeys) -> None:
         self.least, self._session, self._roster = threshold(clients), session, roster
         self.announced: dict[int, Announcement] = {}
         self.replied: list[int] = []

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ...core.errors import FedlowrankError
 from ...trust.secure_sums import SECRET, MaskingClient, Vector
-from .identity import Roster, Session, Signer
+from .signing import MemberKeys, MemberSigner, Session
 
 Announcement = tuple[bytes, bytes, bytes, bytes]
 """Public keys to encrypt and to mask, the commitment to the seed (32 bytes each), and their signature."""
@@ -54,13 +54,13 @@ def commit(seed: bytes) -> bytes:
     return hashlib.sha256(b"fedlowrank commitment" + seed).digest()
 
 
-def is_signed(client: int, announcement: Announcement, session: Session, roster: Roster) -> bool:
+def is_signed(client: int, announcement: Announcement, session: Session, roster: MemberKeys) -> bool:
     """Whether a client signed what it announced."""
     *content, signature = announcement
     return roster.verify(client, session.message("keys", client, *content), signature)
 
 
-class Member:
+class SumMember:
     """One client in one secure sum.
 
     Args:
@@ -71,7 +71,9 @@ class Member:
         signer: its private key.
     """
 
-    def __init__(self, client: int, clients: int, session: Session, roster: Roster, signer: Signer) -> None:
+    def __init__(
+        self, client: int, clients: int, session: Session, roster: MemberKeys, signer: MemberSigner
+    ) -> None:
         if not 2 <= clients <= MAX_CLIENTS:
             raise SecureSumError(
                 f"secure sums over a network are for 2 to {MAX_CLIENTS} clients; there are {clients}"

@@ -1,18 +1,28 @@
-"""Bounds the norm of updates: a reply whose update is an outlier is refused for the round.
+"""Bounds the norm of updates: a long one is shortened, an outlier is refused for the round.
 
 Each part of an upload (the fields of a dataclass; an upload of another type is one part) is measured twice:
 as the upload minus the part of the download with the same form, and as the upload itself. The update is
 whichever has the smaller median over the replies: the difference for methods that send weights, the upload
-for those that send updates.
+for those that send updates. A part that holds factors is measured once more by its products: of (5 B, A) most
+numbers are usual, and the product is five times as long.
 
-A reply is refused if a part of its update is longer than
+The usual norm is max(median of this round, median of past medians). A reply is refused if a part of its update
+is longer than
 
-    update_ratio · max(median of this round, median of past medians) · max(1, client's steps / median steps).
+    refuse_ratio · usual · max(1, client's steps / median steps),
 
-The steps are those that the registered number of examples implies. The median of an even number of values is
-the lower middle one, so that one of two clients cannot raise it. A single reply is compared with past rounds
-only. In the first round, and if all usual updates are zero, an update may be as long as the download, that of
-a single client update_ratio times as long.
+with the steps that the examples imply by which the client is weighted. An update that is used is shortened to
+
+    update_ratio · usual · reach
+
+where it is longer. If the counts of examples are promised (network.examples), reach is max(1, client's steps /
+median steps). Else a count is only a claim, and reach is min(1, median weight / client's weight): norm times
+weight is bounded, so that a client that lies about both gains nothing. A client whose updates were longer than
+update_ratio allows in ``strikes`` of its last ten replies is held to the usual norm.
+
+The median of an even number of values is the lower middle one, so that one of two clients cannot raise it. A
+single reply is compared with past rounds only. In the first round, and if all usual updates are zero, an update
+may be as long as the download before it is refused, that of a single client refuse_ratio times as long.
 """
 
 from __future__ import annotations
@@ -20,18 +30,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...adapters.mixture import Pairs
+from ...adapters.wire_format import Quantized, Rounded, unpack_factors
 from ...core import tree
+from ...linalg.factored import Factored
+from ...linalg.pair import Pair
+from ...trust.updates import products_of
 
 WINDOW = 10
 """Past rounds whose medians are remembered."""
+
+PRODUCTS = " (products)"
+"""After the path of a part, in the name of the norm of its products."""
 
 CHUNK = 2**16
 """Numbers that are converted to float64 together: few enough to stay in a core's cache."""
@@ -52,29 +70,90 @@ class PartNorms:
     download: float = 0.0
 
 
+class Numbers(NamedTuple):
+    """A part of an upload beside the part of the download that it is compared with.
+
+    Attributes:
+        path: of the part.
+        part: its numbers, with factors as they are received.
+        reference: the part of the download of the same form, or None.
+    """
+
+    path: str
+    part: Any
+    reference: Any
+
+
+def numbers_of(upload: Any, down: Any) -> Iterator[Numbers]:
+    """The parts of an upload that have floating-point numbers, with what they are compared with."""
+    references = list(_parts(unpacked(down)))
+    for path, part in _parts(unpacked(upload)):
+        if any(True for _ in floats(part)):
+            form = _form(part)
+            same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
+            yield Numbers(path, part, same[0][1] if same else None)
+
+
+def unpacked(value: Any) -> Any:
+    """A tree with the factor pairs that a lossy wire packed as they are received."""
+    if isinstance(value, (Quantized, Rounded)):
+        return unpack_factors({"": value})[""]
+    children = tree.children(value)
+    return value if children is None else tree.rebuild(value, [(k, unpacked(v)) for k, v in children])
+
+
 def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
     """The norms of all parts of an upload that have floating-point numbers, by path; see the module."""
-    references = list(_parts(down))
     norms = {}
-    for path, part in _parts(upload):
-        numbers = list(floats(part))
-        if not numbers:
-            continue
-        itself = math.hypot(*(norm(number) for _, number in numbers))
-        form = _form(part)
-        same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
-        if not same:
-            norms[path] = PartNorms(itself)
-            continue
-        others = [number for _, number in floats(same[0][1])]
-        change = math.hypot(*(norm(n, other) for (_, n), other in zip(numbers, others, strict=True)))
-        norms[path] = PartNorms(itself, change, math.hypot(*map(norm, others)))
+    for path, part, reference in numbers_of(upload, down):
+        norms[path] = _norms_of(part, reference, distance)
+        if count := len(products(part)):
+            same = reference if len(products(reference)) == count else None
+            norms[path + PRODUCTS] = _norms_of(part, same, product_distance)
     return norms
+
+
+def _norms_of(part: Any, reference: Any, by: Callable[..., float]) -> PartNorms:
+    if reference is None:
+        return PartNorms(by(part))
+    return PartNorms(by(part), by(part, reference), by(reference))
+
+
+def distance(part: Any, minus: Any = None) -> float:
+    """Norm of all floating-point numbers of a part, minus those of another of the same form."""
+    mine = [number for _, number in floats(part)]
+    others = [None] * len(mine) if minus is None else [number for _, number in floats(minus)]
+    return math.hypot(*(norm(n, other) for n, other in zip(mine, others, strict=True)))
+
+
+def products(value: Any) -> list[tuple[Tensor, Tensor]]:
+    """The left and right factors, in float64, of the products in a tree."""
+    if isinstance(value, Factored):
+        return [((value.u * value.s).double(), value.v.mT.double())]
+    if isinstance(value, (Pair, Pairs)):
+        return [(pair.b.detach().double(), pair.a.detach().double()) for pair in products_of(value)]
+    return [pair for _, child in tree.children(value) or () for pair in products(child)]
+
+
+def product_distance(part: Any, minus: Any = None) -> float:
+    """Norm of all products of a part, minus those of another of the same form; infinite if it overflows."""
+    total, bases = 0.0, None if minus is None else products(minus)
+    for k, (left, right) in enumerate(products(part)):
+        if bases is not None:
+            # B A - B0 A0 = (B - B0) A + B0 (A - A0), of which no large terms cancel
+            left0, right0 = bases[k]
+            left, right = torch.cat([left - left0, left0], 1), torch.cat([right, right - right0])
+        square = float(((left.mT @ left) * (right @ right.mT)).sum())
+        if not math.isfinite(square):
+            return math.inf
+        total += max(0.0, square)
+    return math.sqrt(total)
 
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of dataclasses in a tree with their paths; a tree of another type is one part."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    is_factored = isinstance(value, (Factored, Pair, Pairs))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_factored:
         for f in dataclasses.fields(value):
             yield from _parts(getattr(value, f.name), tree.join(path, f.name))
     else:
@@ -120,12 +199,47 @@ def norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
     return total
 
 
+class Length(NamedTuple):
+    """How long a part of a client's update is.
+
+    Attributes:
+        size: its norm.
+        usual: the usual norm; 0 if there is none.
+        by_change: whether the update is the difference from the download.
+        has_past: whether past rounds tell what is usual.
+        alone: whether nothing tells what is usual.
+    """
+
+    size: float
+    usual: float
+    by_change: bool
+    has_past: bool
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Shortening:
+    """How an update is shortened.
+
+    Attributes:
+        bounds: the norm that each part may have and whether the part is a difference from the download, by name.
+        length: how many times the usual norm its longest part has.
+        kept: the smallest ratio of a part's bound to its norm.
+        is_strike: whether it was longer than ``update_ratio`` alone allows.
+    """
+
+    bounds: dict[str, tuple[float, bool]]
+    length: float
+    kept: float
+    is_strike: bool
+
+
 @dataclass
 class NormBound:
     """Compares updates with those of the round and of past rounds.
 
     Attributes:
-        ratio: ``update_ratio``; 0 for no bound.
+        ratio: ``refuse_ratio``; 0 for no bound.
         past: median of the changes (None if there were none) and of the parts, by completed rounds and part.
     """
 
@@ -135,40 +249,72 @@ class NormBound:
     def outliers(
         self, replies: Mapping[int, Mapping[str, PartNorms]], steps: Mapping[int, int], round: int
     ) -> dict[int, str]:
-        """The clients whose updates are too long, with the reason.
+        """The clients whose updates are far too long, with the reason.
 
         Args:
             replies: result of :func:`measure` for each valid reply.
-            steps: optimizer steps that each client's registered examples imply.
+            steps: optimizer steps that each client's examples imply.
             round: rounds completed; later ones of :attr:`past` are ignored.
         """
         reasons: dict[int, str] = {}
         if not self.ratio or not replies:
             return reasons
-        usual_steps = max(1, median_low(steps[c] for c in replies))
-        for part in sorted({p for measured in replies.values() for p in measured}):
-            norms = {c: measured[part] for c, measured in replies.items() if part in measured}
-            for client, (size, bound, usual) in self._bounds_of(part, norms, round).items():
-                scale = max(1.0, steps[client] / usual_steps)
-                if size > bound * scale:
+        scales = relative_steps(steps, replies)
+        for part, norms in _by_part(replies).items():
+            for client, found in self.lengths(part, norms, round).items():
+                bound = self.ratio * found.usual
+                if not found.has_past or found.usual == 0:
+                    bound = max(bound, self._first_bound(norms[client], found))
+                if found.size > bound * scales[client]:
                     reasons.setdefault(client, (
-                        f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above "
-                        f"{bound * scale:.4g}; {usual:.4g} is usual "
-                        f"(network.limits.update_ratio = {self.ratio:g})"
+                        f"its update has the norm {found.size:.4g}{f' at {part}' if part else ''}, above "
+                        f"{bound * scales[client]:.4g}; {found.usual:.4g} is usual "
+                        f"(network.limits.refuse_ratio = {self.ratio:g})"
                     ))  # fmt: skip
         return reasons
 
-    def _bounds_of(
-        self, part: str, norms: Mapping[int, PartNorms], round: int
-    ) -> dict[int, tuple[float, float, float]]:
-        """Size of the update, bound before scaling by steps, and usual size, for each client."""
+    def shortenings(
+        self,
+        replies: Mapping[int, Mapping[str, PartNorms]],
+        ratios: Mapping[int, float],
+        reach: Mapping[int, float],
+        ratio: float,
+        round: int,
+    ) -> dict[int, Shortening]:
+        """How the updates are shortened that are longer than they may be.
+
+        Args:
+            replies: result of :func:`measure` for each reply that is used.
+            ratios: how many usual norms each client's update may have, before ``reach``.
+            reach: by which the ratio of each client is multiplied; see the module.
+            ratio: ``update_ratio``, beyond which an update is a strike.
+            round: rounds completed.
+        """
+        bounds: dict[int, dict[str, tuple[float, bool]]] = {}
+        found: dict[int, Shortening] = {}
+        for part, norms in _by_part(replies).items():
+            for client, one in self.lengths(part, norms, round).items():
+                if one.usual == 0 or one.size <= (bound := one.usual * ratios[client] * reach[client]):
+                    continue
+                bounds.setdefault(client, {})[part] = bound, one.by_change
+                times, kept, before = one.size / one.usual, bound / one.size, found.get(client)
+                found[client] = Shortening(
+                    bounds[client],
+                    max(times, before.length) if before else times,
+                    min(kept, before.kept) if before else kept,
+                    times > ratio * max(1.0, reach[client]) or bool(before and before.is_strike),
+                )
+        return found
+
+    def lengths(self, part: str, norms: Mapping[int, PartNorms], round: int) -> dict[int, Length]:
+        """How long a part of each client's update is, and what is usual."""
         changes, parts = medians(norms.values())
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
         # past rounds tell weights from differences; a liar has no say in that
         both = [(change, whole) for change, whole in past if change is not None]
         both = both or [(m.change, m.itself) for m in norms.values() if m.change is not None]
         by_change = bool(both) and median_low(c for c, _ in both) <= median_low(w for _, w in both)
-        bounds = {}
+        found = {}
         for client, m in norms.items():
             if by_change and m.change is not None:
                 size, now, before = m.change, changes, [change for change, _ in past if change is not None]
@@ -177,19 +323,16 @@ class NormBound:
             known = [median_low(before)] if before else []
             if now is not None and len(norms) > 1:
                 known.append(now)
-            usual = max(known, default=0.0)
-            bound = self.ratio * usual
-            if not before or usual == 0:
-                bound = max(bound, self._first_bound(m, by_change, alone=not known, moved=usual > 0))
-            bounds[client] = size, bound, usual
-        return bounds
+            is_change = by_change and m.change is not None
+            found[client] = Length(size, max(known, default=0.0), is_change, bool(before), not known)
+        return found
 
-    def _first_bound(self, m: PartNorms, by_change: bool, alone: bool, moved: bool) -> float:
-        """The bound of an update without past rounds to compare with."""
-        if m.change is not None and m.download > 0 and (by_change or alone):
-            return m.download * (self.ratio if alone else 1.0)
+    def _first_bound(self, m: PartNorms, found: Length) -> float:
+        """The norm from which an update is refused without past rounds to compare with."""
+        if m.change is not None and m.download > 0 and (found.by_change or found.alone):
+            return m.download * (self.ratio if found.alone else 1.0)
         # differences without any to compare them with
-        return math.inf if alone else 0.0 if moved else self.ratio
+        return math.inf if found.alone else 0.0 if found.usual > 0 else self.ratio
 
     def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
         """Store the medians of a round over all replies that were compared, refused ones included."""
@@ -207,3 +350,17 @@ def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
     parts = list(norms)
     changes = [m.change for m in parts if m.change is not None]
     return median_low(changes) if changes else None, median_low(m.itself for m in parts)
+
+
+def relative_steps(steps: Mapping[int, int], clients: Iterable[int]) -> dict[int, float]:
+    """By how much an update may be longer because its client takes more steps than the median; at least 1."""
+    some = list(clients)
+    usual = max(1, median_low(steps[c] for c in some)) if some else 1
+    return {c: max(1.0, steps[c] / usual) for c in some}
+
+
+def _by_part(replies: Mapping[int, Mapping[str, PartNorms]]) -> dict[str, dict[int, PartNorms]]:
+    names = sorted({part for measured in replies.values() for part in measured})
+    return {
+        part: {c: measured[part] for c, measured in replies.items() if part in measured} for part in names
+    }

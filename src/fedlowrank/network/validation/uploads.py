@@ -132,6 +132,17 @@ def max_upload_bytes(template: Template, limits: Limits) -> int:
     return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
 
 
+def checked_decode(
+    decode: Callable[[Any, ClientInfo], Any], upload: Any, client: ClientInfo, title: str
+) -> Any:
+    """The upload as a method decodes it; raises RefusedReplyError if it fails."""
+    try:
+        return decode(upload, client)
+    except FAULTS as error:
+        reason = shorten(f"{title} cannot decode it: {type(error).__name__}: {error}")
+        raise RefusedReplyError(client.id, reason) from error
+
+
 def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
     """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:

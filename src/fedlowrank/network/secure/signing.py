@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from ...core.errors import ConfigError
-from ...core.files import as_checkpoint_error
 
 _ALGORITHM = ec.ECDSA(hashes.SHA384())
 
@@ -39,7 +37,7 @@ class Session:
         return json.dumps([*values, *(p.hex() if isinstance(p, bytes) else p for p in parts)]).encode()
 
 
-class Roster:
+class MemberKeys:
     """The public key of every client, which all sites have in common.
 
     Args:
@@ -50,7 +48,7 @@ class Roster:
         self._keys = dict(keys)
 
     @classmethod
-    def read(cls, keys: Mapping[int, bytes]) -> Roster:
+    def read(cls, keys: Mapping[int, bytes]) -> MemberKeys:
         """Make a roster of public keys in OpenSSH's format.
 
         Raises:
@@ -83,24 +81,11 @@ class Roster:
         return True
 
 
-class Signer:
+class MemberSigner:
     """Signs by a client's private key."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
         self._key = key
-
-    @classmethod
-    def read(cls, path: Path, password: bytes | None = None) -> Signer:
-        """Read a private key in OpenSSH's format; raises ConfigError if it cannot be read."""
-        with as_checkpoint_error(f"cannot read {path}"):
-            content = path.read_bytes()
-        try:
-            key = load_ssh_private_key(content, password)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"the private key in {path} cannot be read: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ConfigError(f"the private key in {path} is not one of an elliptic curve")
-        return cls(key)
 
     def sign(self, message: bytes) -> bytes:
         """The signature of a message."""

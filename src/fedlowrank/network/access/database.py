@@ -1,0 +1,49 @@
+"""Keeps Flower's database as small as what is in it.
+
+Flower stores every message in SQLite until it was fetched, and a file of SQLite does not shrink by itself. Here
+it does: pages that become free are given back to the disk (``auto_vacuum``) within 4 MiB of further changes. At
+every start of the server the file is emptied of messages and rewritten, since a run ends with the process of its
+server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+
+JOURNAL = 4 << 20
+"""Bytes that the journal of the database keeps between two changes."""
+
+
+def limit_journals() -> None:
+    """Let the journals of all databases of this process shrink after a large change; by default they keep its size."""
+    sqlalchemy.event.listen(sqlalchemy.Engine, "connect", _limit_journal)
+
+
+def _limit_journal(connection: Any, record: object) -> None:
+    del record
+    connection.execute(f"PRAGMA journal_size_limit = {JOURNAL}").close()
+
+
+def prepare_database(path: Path) -> None:
+    """Remove what messages of earlier runs have left, and let the file shrink from now on; it is made if missing.
+
+    Args:
+        path: of the database, which no process uses.
+    """
+    if path.exists():
+        store = SqlObjectStore(str(path))
+        store.initialize()
+        store.clear()
+        assert store._engine is not None, "it was initialized"
+        store._engine.dispose()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        # which takes effect by the second, or with the first table
+        database.execute("PRAGMA auto_vacuum = FULL")
+        database.execute("VACUUM")
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")

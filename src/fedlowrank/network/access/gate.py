@@ -1,0 +1,319 @@
+"""What a client may call: its signature is checked before the body is read, and it acts for itself only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Hashable, MutableMapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flwr.proto.fab_pb2 import GetFabRequest
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    PushMessagesResponse,
+    RegisterNodeFleetRequest,
+    UnregisterNodeFleetRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    PullObjectRequest,
+    PushObjectRequest,
+    PushObjectResponse,
+)
+from flwr.proto.run_pb2 import GetRunRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest, PushAppMessagesResponse
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+
+from ...core.files import append_event
+from ..intake import CHUNK
+from .connections import KNOWN, Connections
+from .identity import Caller, RefusedCallerError, Roster, identify
+from .instructions import TOO_LARGE, OpenOrders
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+P = TypeVar("P", bound=Protobuf)
+
+CLIENTS = "/v1/fleet/"
+"""Paths of calls by clients."""
+
+SERVER = "/v1/runtime/"
+"""Paths of calls by the server's half."""
+
+BODY = 1 << 20
+"""Bytes of a call by a client."""
+
+PIECE_BODY = CHUNK + (64 << 10)
+"""Bytes of a call that sends a piece of a reply."""
+
+PAUSE = 20.0
+"""Seconds for which a caller may send nothing in the middle of a call."""
+
+BODY_SECONDS = 300.0
+"""Seconds that the body of a call may take: 18 KiB/s for the largest one."""
+
+QUIET = 60.0
+"""Seconds for which a refusal that was logged is not logged again."""
+
+_OPEN: dict[str, type[Protobuf]] = {
+    "register-node": RegisterNodeFleetRequest,
+    "unregister-node": UnregisterNodeFleetRequest,
+}
+_CALLS: dict[str, type[Protobuf]] = {
+    "activate-node": ActivateNodeRequest,
+    "deactivate-node": DeactivateNodeRequest,
+    "send-node-heartbeat": SendNodeHeartbeatRequest,
+    "pull-messages": PullMessagesRequest,
+    "push-messages": PushMessagesRequest,
+    "get-run": GetRunRequest,
+    "get-fab": GetFabRequest,
+    "push-object": PushObjectRequest,
+    "pull-object": PullObjectRequest,
+    "confirm-message-received": ConfirmMessageReceivedRequest,
+}
+_ACTIVATION_FAILED = 2004
+"""Flower's number of the error of which its SuperNode prints the details, before it ends."""
+
+
+class Refusal(Exception):  # noqa: N818 - no error of the program
+    """An answer to a call that is not passed on.
+
+    Args:
+        status: of HTTP.
+        why: for the caller.
+    """
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Gate:
+    """Answers for Flower's web application, and passes on what a client may call.
+
+    Args:
+        app: Flower's web application (ASGI).
+        roster: the registered clients; None on a server without keys: every signature is taken, and whether a
+            node acts for itself is left to Flower.
+        connections: those that are open; None if they are not counted.
+        audit: file of the audit log, or None.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        roster: Roster | None,
+        connections: Connections | None = None,
+        audit: Path | None = None,
+    ) -> None:
+        self.app, self.roster, self.connections, self.audit = app, roster, connections, audit
+        self.instructions = OpenOrders()
+        self._logged: dict[str, float] = {}
+
+    async def client(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a call to a path of clients."""
+        name = str(scope["path"]).removeprefix(CLIENTS)
+        try:
+            caller = self._caller(scope, name)
+            kinds = _CALLS if self.roster is not None else _CALLS | _OPEN
+            if scope["method"] != "POST" or name not in kinds:
+                raise Refusal(404, "clients call nothing of that name")
+            body = await read_body(scope, receive, PIECE_BODY if name == "push-object" else BODY)
+            request = _parse(kinds[name], body)
+            if (why := self._wrong(caller, request)) is not None:
+                if self.log(f"{caller} was refused: {why} ({name})"):
+                    append_event(self.audit, "denied", client=caller.client, call=name, why=why)
+                # by 403, Flower's SuperNode takes its run to be over, and passes on no text
+                raise Refusal(413 if why.startswith(TOO_LARGE) else 403, why)
+        except Refusal as refusal:
+            await answer(send, refusal.status, str(refusal))
+            return
+        # other answers may be large
+        kept = isinstance(request, (PushMessagesRequest, PushObjectRequest))
+        reply = await self._forward(scope, body, receive, send, kept)
+        if reply is None:
+            return
+        if isinstance(request, PushMessagesRequest):
+            self.instructions.wanted(request, _parse(PushMessagesResponse, reply))
+        if isinstance(request, PushObjectRequest) and _parse(PushObjectResponse, reply).stored:
+            self.instructions.arrived(request.node.node_id, request.object_id)
+
+    async def server(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass on a call of the server's own processes, and note which instructions they send."""
+        path = str(scope["path"])
+        if path == f"{SERVER}push-messages":
+            body = await read_body(scope, receive)
+            self.instructions.add(_parse(PushAppMessagesRequest, body))
+            reply = await self._forward(scope, body, receive, send)
+            if reply is not None:
+                self.instructions.sending(_parse(PushAppMessagesResponse, reply))
+        elif path == f"{SERVER}push-object":
+            body = await read_body(scope, receive)
+            if await self._forward(scope, body, receive, send) is not None:
+                self.instructions.sent(_parse(PushObjectRequest, body).object_id)
+        elif path == f"{SERVER}pull-messages":
+            request = _parse(PullAppMessagesRequest, await read_body(scope, receive))
+            # Flower hands out a reply once it is announced, and the server would wait for its pieces
+            complete = [name for name in request.message_ids if not self.instructions.is_incomplete(name)]
+            del request.message_ids[:]
+            request.message_ids.extend(complete)
+            await self._forward(scope, request.SerializeToString(), receive, send, kept=False)
+        else:
+            await self.app(scope, receive, send)
+
+    async def replies(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Take the server's limits and what it waits for no more; answer with replies that were refused."""
+        asked = json.loads(await read_body(scope, receive))
+        self.instructions.set_limits({int(node): int(most) for node, most in asked["limits"].items()})
+        dropped = self.instructions.close(asked["close"])
+        found = {"refused": self.instructions.refused(), "dropped": dropped}
+        await answer(send, 200, json.dumps(found), "application/json")
+
+    def _caller(self, scope: Message, name: str) -> Caller:
+        """Who calls; raises Refusal."""
+        try:
+            caller = identify(scope.get("headers", ()), self.roster)
+        except RefusedCallerError as error:
+            who = "a caller without a key" if error.client is None else f"client {error.client}"
+            self.log(f"{who} was refused: {error}")
+            if name == "activate-node":
+                told = {
+                    "code": _ACTIVATION_FAILED,
+                    "detail": "Failed to activate SuperNode.",
+                    "extra": str(error),
+                }
+                raise Refusal(412, json.dumps(told)) from error
+            # which ends Flower's SuperNode, and the next one is told why
+            raise Refusal(401, str(error)) from error
+        if not self.prove(scope, caller.key):
+            raise Refusal(503, "this client has too many connections")
+        return caller
+
+    def prove(self, scope: Message, owner: Hashable) -> bool:
+        """Note whose connection a call came by; False if that has too many."""
+        return self.connections is None or self.connections.prove(scope.get("client"), owner)
+
+    def _wrong(self, caller: Caller, request: Any) -> str | None:
+        """Why a client may not make a call, or None if it may."""
+        if isinstance(request, (ActivateNodeRequest, RegisterNodeFleetRequest)):
+            return None if request.public_key == caller.key else "it spoke for another node"
+        node, noted = (
+            int(request.node.node_id if hasattr(request, "node") else request.node_id),
+            self.instructions,
+        )
+        # without keys, Flower alone knows whose node it is
+        if caller.node not in (None, node):
+            return "it spoke for another node"
+        if isinstance(request, PushMessagesRequest):
+            return noted.wrong_reply(node, request)
+        if isinstance(request, PushObjectRequest):
+            return noted.wrong_piece(node, request)
+        if isinstance(request, PullObjectRequest) and not noted.may_fetch(node, request.object_id):
+            return "it fetched what was not sent to it"
+        if isinstance(request, ConfirmMessageReceivedRequest) and not noted.may_delete(
+            node, request.message_object_id
+        ):
+            return "it deleted what was not sent to it, or not yet"
+        return None
+
+    def log(self, text: str, key: str = "") -> bool:
+        """Log a refusal, those of one key (by default the text) at most once a minute; whether it was logged."""
+        now, key = time.monotonic(), key or text
+        self._logged = {old: at for old, at in self._logged.items() if now - at < QUIET}
+        if key in self._logged or len(self._logged) >= KNOWN:
+            return False
+        self._logged[key] = now
+        print(text, flush=True)
+        return True
+
+    async def _forward(
+        self, scope: Message, body: bytes, receive: Receive, send: Send, kept: bool = True
+    ) -> bytes | None:
+        """Pass a call on whose body was read; returns the answer if it is a good one, and to be kept."""
+        passed, status, found = False, 0, bytearray()
+
+        async def whole() -> Message:
+            nonlocal passed
+            if passed:
+                return await receive()
+            passed = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def seen(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif kept:
+                found.extend(message.get("body", b""))
+            await send(message)
+
+        await self.app(scope, whole, seen)
+        return bytes(found) if kept and status == 200 else None
+
+
+async def read_body(scope: Message, receive: Receive, most: int | None = None) -> bytes:
+    """Read the body of a call.
+
+    Args:
+        scope: of the call.
+        receive: brings the next part of the body.
+        most: bytes that it may have; None for a call of the server's own processes, which may also take its
+            time.
+
+    Raises:
+        Refusal: if the body is too large or too slow, or does not come.
+    """
+    lengths = [
+        int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()
+    ]
+    if most is not None and max(lengths, default=0) > most:
+        raise Refusal(413, f"this call may have {most} bytes")
+    parts, read = [], 0
+    try:
+        async with asyncio.timeout(None if most is None else BODY_SECONDS):
+            more = True
+            while more:
+                async with asyncio.timeout(None if most is None else PAUSE):
+                    message = await receive()
+                if message["type"] != "http.request":
+                    raise Refusal(400, "the call was broken off")
+                parts.append(bytes(message.get("body", b"")))
+                read += len(parts[-1])
+                more = message.get("more_body", False)
+                if most is not None and read > most:
+                    raise Refusal(413, f"this call may have {most} bytes")
+    except TimeoutError:
+        raise Refusal(408, "the call came too slowly") from None
+    return b"".join(parts)
+
+
+def _parse(kind: type[P], body: bytes) -> P:
+    made: P = kind()
+    try:
+        made.ParseFromString(body)
+    except DecodeError as error:
+        raise Refusal(400, f"this is no {kind.__name__}") from error
+    return made
+
+
+async def answer(send: Send, status: int, text: str, kind: str = "text/plain") -> None:
+    """Answer a call, and end its connection unless all is well."""
+    body = text.encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    if body:
+        kind = "application/json" if text.startswith("{") else kind
+        headers.append((b"content-type", kind.encode()))
+    if status >= 400:
+        # the body of the call may not have been read
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

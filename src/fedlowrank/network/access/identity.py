@@ -1,0 +1,166 @@
+"""Who calls: the registered clients, and the signature of a call, which is checked before its body is read."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from base64 import b64decode
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+    load_ssh_public_key,
+)
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+
+CLOCK = 300.0
+"""Seconds by which the clocks of a client and of the server may differ, in either direction."""
+
+SETTLED = 0.1
+"""Age in seconds from which the time of a change tells it from the next one."""
+
+
+class Caller(NamedTuple):
+    """A client whose signature is good.
+
+    Attributes:
+        client: its number; None on a server without keys.
+        node: its number at Flower, by which it must act; None on a server without keys.
+        key: its public key in PEM.
+    """
+
+    client: int | None
+    node: int | None
+    key: bytes
+
+    def __str__(self) -> str:
+        """How logs name it."""
+        return "a client" if self.client is None else f"client {self.client}"
+
+
+class RefusedCallerError(Exception):
+    """A call is not answered; the text says why.
+
+    Args:
+        why: for the caller, who has not proven anything yet.
+        client: whose key it was, or None if the key is unknown.
+    """
+
+    def __init__(self, why: str, client: int | None = None) -> None:
+        super().__init__(why)
+        self.client = client
+
+
+class Member(NamedTuple):
+    """A registered client: its number, its number at Flower, and its key."""
+
+    client: int
+    node: int
+    key: ec.EllipticCurvePublicKey
+
+
+class Roster:
+    """The registered clients, read again whenever a file changes: a key that is removed is refused at once.
+
+    Args:
+        folder: of the public keys, each a file ``3.pub`` for client 3.
+        nodes: file of Flower's numbers of the public keys, in JSON.
+    """
+
+    def __init__(self, folder: Path, nodes: Path) -> None:
+        self.folder, self.nodes = folder, nodes
+        self._members: dict[bytes, Member] = {}
+        self._state: tuple[int, int] | None = None
+
+    def get(self, key: bytes) -> Member | None:
+        """The client of a public key in PEM, or None if it has none."""
+        state = (_changed(self.folder), _changed(self.nodes))
+        if state != self._state:
+            self._members = self._read()
+            # a second change in the same tick of the file system's clock would go unnoticed
+            self._state = state if max(state) < time.time_ns() - SETTLED * 1e9 else None
+        return self._members.get(key)
+
+    def _read(self) -> dict[bytes, Member]:
+        members = {}
+        numbers = json.loads(self.nodes.read_text()) if self.nodes.exists() else {}
+        for path in self.folder.glob("*.pub"):
+            # it may be revoked while it is read, or not be registered yet; a file that is no key admits nobody
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                line = path.read_text().strip()
+                key = load_ssh_public_key(line.encode())
+                if isinstance(key, ec.EllipticCurvePublicKey):
+                    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+                    members[pem] = Member(int(path.stem), int(numbers[line]), key)
+        return members
+
+
+def allow_clocks() -> None:
+    """Make Flower, which checks signatures too, take clocks that are :data:`CLOCK` seconds off."""
+    from flwr.superlink.routers.fleet import node_auth
+
+    for name, seconds in (("SYSTEM_TIME_TOLERANCE", CLOCK), ("TIMESTAMP_TOLERANCE", 0)):
+        if not hasattr(node_auth, name):
+            raise RuntimeError(f"this release of Flower has no {name}; install the one of constraints.txt")
+        setattr(node_auth, name, seconds)
+
+
+def _changed(path: Path) -> int:
+    """When a file or a folder changed, in ns; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def identify(headers: Iterable[tuple[bytes, bytes]], roster: Roster | None) -> Caller:
+    """Check the signature of a call, as Flower does after it has read the body.
+
+    Args:
+        headers: of the call: a public key, a time, and the signature of the time.
+        roster: of the registered clients; None if every key is taken.
+
+    Raises:
+        RefusedCallerError: if a header is missing, the key is not registered, the clock is too far off, or
+            the signature is wrong.
+    """
+    found = {bytes(name).lower().decode("latin-1"): bytes(value) for name, value in headers}
+    try:
+        pem = b64decode(found[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        signature = b64decode(found[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+        stamp = found[TIMESTAMP_HEADER]
+        signed_at = datetime.datetime.fromisoformat(stamp.decode("ascii"))
+        member = None if roster is None else roster.get(pem)
+        key = load_pem_public_key(pem) if roster is None else member and member.key
+    except (KeyError, ValueError, UnsupportedAlgorithm) as error:
+        raise RefusedCallerError("the call is not signed") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or signed_at.tzinfo is None:
+        raise RefusedCallerError(
+            "this server has no such key. It was revoked, or never accepted, or the server is still starting. "
+            "Ask the server's operator whether the key is in `keys/server/clients`."
+        )
+    client = None if member is None else member.client
+    try:
+        key.verify(signature, stamp, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        raise RefusedCallerError("the signature is wrong", client) from None
+    ahead = (signed_at - datetime.datetime.now(datetime.UTC)).total_seconds()
+    # only now: who has no key is not told the time
+    if abs(ahead) >= CLOCK:
+        direction = "ahead of" if ahead > 0 else "behind"
+        raise RefusedCallerError(
+            f"the clock of this client is {abs(ahead):.0f} s {direction} the server's; {CLOCK:.0f} s are "
+            "allowed. Set it right, for instance by NTP, and start again.",
+            client,
+        )
+    return Caller(client, None if member is None else member.node, pem)

@@ -1,0 +1,67 @@
+"""Removes what a client's folder holds: data, states and models. Logs, counts and the account of privacy stay."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ...core.errors import ConfigError
+from ...core.files import as_checkpoint_error, read_json
+from ...simulation.lock import FolderInUseError, exclusive
+from ..client import CLIENT_FILE
+
+_RUN, _STATE = re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{6}\.tree(\.part)?|model")
+"""The name of a run, as a server draws it, and names in the folder of a client's states in a run."""
+
+
+def forget(folder: Path, client: int) -> tuple[list[Path], list[Path]]:
+    """Remove the data, states and models of a client from its folder.
+
+    Files are removed as by ``rm``: their blocks are not overwritten, and copies elsewhere are not found.
+
+    Args:
+        folder: of the client.
+        client: its number.
+
+    Returns:
+        What was removed, and what is still there: the account of privacy, logs, and what is not the client's.
+
+    Raises:
+        ConfigError: if it is no client's folder, or that of another client. Nothing is removed then.
+        FolderInUseError: if ``join`` runs on it.
+        CheckpointError: if something cannot be removed.
+    """
+    if not (folder / CLIENT_FILE).exists():
+        raise ConfigError(f"{folder} is not a client's folder: it holds no {CLIENT_FILE}; pass --folder")
+    if (found := read_json(folder / CLIENT_FILE, dict).get("client")) != client:
+        raise ConfigError(f"{folder} is the folder of client {found}, not of client {client}")
+    home, lock = folder / "flower", FileLock(folder / "lock")
+    with contextlib.ExitStack() as stack:
+        if home.is_dir():
+            stack.enter_context(exclusive(home))
+        try:
+            stack.enter_context(lock.acquire(timeout=0))
+        except Timeout:
+            raise FolderInUseError(f"{folder} is in use: the client trains. End `fedlowrank join`") from None
+        runs = [path for path in folder.iterdir() if path.is_dir() and _is_run(path)]
+        # the file that says whose folder it is goes last, so that this can be done again after a kill
+        names = ("data.tree", "data.tree.part", "client.json.part", "flower", "lock", CLIENT_FILE)
+        removed = [path for path in (*sorted(runs), *(folder / name for name in names)) if path.exists()]
+        for path in removed:
+            with as_checkpoint_error(f"cannot remove {path}"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    left = sorted(folder.iterdir())
+    if not left:
+        with as_checkpoint_error(f"cannot remove {folder}"):
+            folder.rmdir()
+    return removed, left
+
+
+def _is_run(folder: Path) -> bool:
+    if _RUN.fullmatch(folder.name):
+        return True
+    return all(_STATE.fullmatch(path.name) for path in folder.iterdir())

@@ -1,0 +1,1 @@
+"""Keys that sites make themselves: requests, their acceptance, and the roster that all compare."""

@@ -1,0 +1,78 @@
+"""The operator's part of keys that sites make themselves: enters public keys, and prolongs them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...core.errors import ConfigError
+from ...core.private_files import make_private_folder
+from .key_files import check_days, find_key_files, write_key_file
+from .key_request import KeyRequest
+from .roster import ROSTER, public_line, update_roster
+
+GIVEN = ("ca.crt", "orders.pub", ROSTER)
+"""Files that a client needs beside its private key; all are public."""
+
+
+def accept_request(folder: Path, path: Path, days: int = 365, expected: str = "") -> tuple[KeyRequest, Path]:
+    """Enter the public key of a request, or prolong it if it is the client's key already.
+
+    Args:
+        folder: made by :func:`..deploy.keys.make_keys`, with its ``ca.key``.
+        path: of the request.
+        days: life of the key.
+        expected: the fingerprint as the client read it aloud; "" compares nothing.
+
+    Returns:
+        The request, and the folder of the files to give to the client.
+
+    Raises:
+        ConfigError: if the request is none, has another fingerprint, or the client has another key. Nothing is
+            written then.
+        CheckpointError: if something cannot be written.
+    """
+    check_days(days)
+    find_key_files(folder, "ca.key")
+    server = folder / "server"
+    find_key_files(server, *GIVEN[:2])
+    request = KeyRequest.read(path)
+    if expected and re.sub(r"\D", "", expected) != request.fingerprint.replace(" ", ""):
+        raise ConfigError(
+            f"{path} has the fingerprint {request.fingerprint}, not {expected}: it is not the request that the "
+            "client made. Ask for it by another way."
+        )
+    public, own = server / "clients" / f"{request.client}.pub", folder / f"client-{request.client}"
+    if public.exists() and public_line(public.read_text()) != request.key:
+        raise ConfigError(
+            f"client {request.client} has another key, {public}. If it is to get this one instead, revoke that: "
+            f"`fedlowrank keys {folder} --revoke {request.client}`"
+        )
+    for other in server.glob("revoked/*.pub"):
+        if public_line(other.read_text()) == request.key:
+            raise ConfigError(
+                f"{path} has a key that was revoked, {other}. Ask client {request.client} to make another one, in "
+                "another folder"
+            )
+    for other in server.glob("clients/*.pub"):
+        if other != public and public_line(other.read_text()) == request.key:
+            raise ConfigError(f"{path} has the key of client {other.stem}; a key belongs to one client")
+    if (own / "client.key").exists():
+        raise ConfigError(
+            f"{own} holds a private key that was made here. Remove that folder, and revoke the key if it was used"
+        )
+    make_private_folder(own)
+    write_key_file(public, request.key.encode() + b"\n")
+    update_roster(folder, {request.client: days})
+    for name in GIVEN:
+        write_key_file(own / name, (server / name).read_bytes())
+    return request, own
+
+
+def prolong_client(folder: Path, client: int, days: int) -> None:
+    """Let a client's key live so many days from now on; ConfigError if there is none, or no ``ca.key``."""
+    check_days(days)
+    find_key_files(folder, "ca.key")
+    if not (folder / "server" / "clients" / f"{client}.pub").is_file():
+        raise ConfigError(f"{folder / 'server'} has no public key of client {client}")
+    update_roster(folder, {client: days})

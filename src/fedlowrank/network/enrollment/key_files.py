@@ -1,0 +1,61 @@
+"""Files of keys: finds those that must be there, reads the authority, writes atomically."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from ...core.errors import ConfigError
+from ...core.files import as_checkpoint_error
+from ...core.private_files import refuse_readable
+
+AUTHORITY_DAYS = 3650
+"""Life of the authority, and so the longest life of a certificate or a client's key that it signs."""
+
+PRIVATE = 0o600
+"""Mode of a file that its owner alone may read."""
+
+
+def find_key_files(folder: Path, *names: str) -> list[Path]:
+    """Absolute paths of files in a folder; raises ConfigError if one is missing."""
+    paths = [folder.absolute() / name for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, "
+            "those of client 3 the folder `client-3` of what was made for the federation. Keys of an earlier "
+            "release lack orders.key and orders.pub: make new ones by `fedlowrank keys`."
+        )
+    return paths
+
+
+def read_authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """The key and the certificate of the authority; ConfigError if a file is missing, or they do not fit."""
+    (key_path,) = find_key_files(folder, "ca.key")
+    (path,) = find_key_files(folder / "server", "ca.crt")
+    refuse_readable(key_path)
+    key = load_pem_private_key(key_path.read_bytes(), None)
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise ConfigError(f"{key_path} is not the key of {path}. Put the two of one make together.")
+    return key, certificate
+
+
+def check_days(days: int) -> None:
+    """Refuse a life that is not between 1 day and that of the authority."""
+    if not 1 <= days <= AUTHORITY_DAYS:
+        raise ConfigError(f"a certificate or key lives between 1 and {AUTHORITY_DAYS} days; days is {days}")
+
+
+def write_key_file(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a file atomically, with a mode that it has from the beginning."""
+    temporary = path.with_name(f"{path.name}.new")
+    with as_checkpoint_error(f"cannot write {path}"):
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        temporary.replace(path)

@@ -1,0 +1,157 @@
+"""A key that a site makes itself: the private key never leaves its machine; a request carries the public one.
+
+FOLDER/client.key      private key, encrypted if a passphrase was given
+FOLDER/request.json    for the operator: number of the client, public key, and a signature by the private key
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+)
+
+from ...core.errors import ConfigError
+from ...core.files import as_checkpoint_error, read_json
+from ...core.private_files import make_private_folder
+from .key_files import PRIVATE, write_key_file
+from .roster import fingerprint, parse_public_key
+
+REQUEST = "request.json"
+"""Name of the file for the operator."""
+
+PASSPHRASE = "FEDLOWRANK_PASSPHRASE"
+"""Name of the environment variable that holds the passphrase of a client's key."""
+
+_SIGNED = b"fedlowrank request 1\n"
+
+
+@dataclass(frozen=True)
+class KeyRequest:
+    """What a site asks the operator to enter.
+
+    Attributes:
+        client: its number.
+        key: its public key, in the form of OpenSSH.
+    """
+
+    client: int
+    key: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its key."""
+        return fingerprint(parse_public_key(self.key, "the request"))
+
+    @classmethod
+    def read(cls, path: Path) -> KeyRequest:
+        """Read a request; raises ConfigError if it is none, or whoever made it has not the private key."""
+        table: dict[str, Any] = read_json(path, dict)
+        try:
+            found = cls(table["client"], table["key"])
+            if not isinstance(found.client, int) or isinstance(found.client, bool) or found.client < 0:
+                raise ValueError("the number of the client is none")
+            key, signature = parse_public_key(found.key, path), bytes.fromhex(table["signature"])
+            key.verify(signature, found._content(), ec.ECDSA(hashes.SHA384()))
+        except InvalidSignature:
+            raise ConfigError(
+                f"{path} is not signed by the key in it; ask the client for another request"
+            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is no request of a client ({error}); clients make it by "
+                              "`fedlowrank keys FOLDER --request --client N`") from error  # fmt: skip
+        return found
+
+    def _content(self) -> bytes:
+        return _SIGNED + json.dumps([self.client, self.key]).encode()
+
+
+def request_key(folder: Path, client: int, passphrase: str = "") -> KeyRequest:
+    """Make the key of a client on its own machine, and a request for the operator.
+
+    Args:
+        folder: of the client's keys; made by this.
+        client: its number.
+        passphrase: encrypts the private key; "" leaves it to the modes of the file.
+
+    Raises:
+        ConfigError: if the folder has a key already, or the number is none.
+        CheckpointError: if the folder cannot be written.
+    """
+    if client < 0:
+        raise ConfigError(f"clients are numbered from 0; client is {client}")
+    make_private_folder(folder)
+    if (folder / "client.key").exists():
+        raise ConfigError(
+            f"{folder / 'client.key'} exists already, and keys are never overwritten. Send the operator "
+            f"{folder / REQUEST} again, or choose another folder for a new key"
+        )
+    key = ec.generate_private_key(ec.SECP384R1())
+    if passphrase:
+        encryption = BestAvailableEncryption(passphrase.encode())
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+    else:
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    made = KeyRequest(client, public)
+    signature = key.sign(made._content(), ec.ECDSA(hashes.SHA384())).hex()
+    content = {"client": client, "key": public, "signature": signature}
+    # the request last: it is only sent where the key is on the disk
+    write_key_file(folder / "client.key", private, PRIVATE)
+    write_key_file(folder / REQUEST, (json.dumps(content, indent=1) + "\n").encode())
+    return made
+
+
+def load_key_pair(
+    path: Path, passphrase: str = ""
+) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    """The private key of a client and its public half, as Flower takes them; raises as :func:`load_client_key`."""
+    key = load_client_key(path, passphrase)
+    return key, key.public_key()
+
+
+def load_client_key(path: Path, passphrase: str = "") -> ec.EllipticCurvePrivateKey:
+    """Read the private key of a client.
+
+    Args:
+        path: of the file.
+        passphrase: of a key that is encrypted; a key that is not needs none.
+
+    Raises:
+        ConfigError: if it is no such key, or the passphrase is missing or wrong.
+        CheckpointError: if it cannot be read.
+    """
+    with as_checkpoint_error(f"cannot read {path}"):
+        content = path.read_bytes()
+    is_encrypted = needs_passphrase(content)
+    if is_encrypted and not passphrase:
+        raise ConfigError(
+            f"{path} needs its passphrase: `fedlowrank join` asks for it on a terminal; elsewhere set {PASSPHRASE}"
+        )
+    try:
+        load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
+        key = load(content, passphrase.encode() if is_encrypted else None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        why = "the passphrase is wrong" if is_encrypted else f"{error}"
+        raise ConfigError(f"{path} is no private key that can be read: {why}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} is a key of another kind; make keys by `fedlowrank keys`")
+    return key
+
+
+def needs_passphrase(content: bytes) -> bool:
+    """Whether the content of a key's file is encrypted."""
+    return b"BEGIN ENCRYPTED PRIVATE KEY" in content

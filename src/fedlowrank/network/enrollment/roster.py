@@ -1,0 +1,192 @@
+"""The roster of a federation: public key, fingerprint and end of every client, signed by the authority.
+
+``roster.json`` lies beside the keys of the server and of every client. All who compare its number, or the
+fingerprints in it, by a way that the operator does not control, know that they were shown the same keys.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from ...core.errors import ConfigError
+from ...core.files import read_json
+from .key_files import read_authority, write_key_file
+
+ROSTER = "roster.json"
+"""Name of the file in the folders ``server`` and ``client-3``."""
+
+_SIGNED = b"fedlowrank roster 1\n"
+
+
+def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
+    """Thirty digits in groups of five, to be read aloud: of two keys they are equal by a chance of 10⁻³⁰."""
+    return in_groups(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+
+
+def in_groups(content: bytes) -> str:
+    """Thirty digits of the SHA-256 of bytes, in groups of five."""
+    digits = f"{int.from_bytes(hashlib.sha256(content).digest()) % 10**30:030d}"
+    return " ".join(digits[i : i + 5] for i in range(0, 30, 5))
+
+
+def parse_public_key(text: str, where: object) -> ec.EllipticCurvePublicKey:
+    """A public key in the form of OpenSSH; raises ConfigError, which names the place, if it is something else."""
+    try:
+        key = load_ssh_public_key(text.strip().encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{where} is no public key that can be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+        raise ConfigError(f"{where} is a key of another kind; make keys by `fedlowrank keys`")
+    return key
+
+
+def public_line(text: str) -> str:
+    """A public key in the form of OpenSSH, without a comment."""
+    return " ".join(text.split()[:2])
+
+
+@dataclass(frozen=True)
+class RosterEntry:
+    """A client that may join.
+
+    Attributes:
+        key: its public key, in the form of OpenSSH.
+        expires: when the key ends (UTC).
+    """
+
+    key: str
+    expires: datetime.datetime
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its key."""
+        return fingerprint(parse_public_key(self.key, "the roster"))
+
+    def has_expired(self) -> bool:
+        """Whether the key has ended, by the clock of this machine."""
+        return self.expires <= datetime.datetime.now(datetime.UTC)
+
+
+@dataclass(frozen=True)
+class KeyRoster:
+    """The clients that may join, by number."""
+
+    clients: dict[int, RosterEntry]
+
+    @property
+    def number(self) -> str:
+        """Thirty digits that are equal where all numbers, keys and ends are equal."""
+        return in_groups(self._content())
+
+    def sign(self, authority: ec.EllipticCurvePrivateKey) -> bytes:
+        """The content of the file."""
+        signature = authority.sign(_SIGNED + self._content(), ec.ECDSA(hashes.SHA384()))
+        return (
+            json.dumps({"clients": self._table(), "signature": signature.hex()}, indent=1) + "\n"
+        ).encode()
+
+    @classmethod
+    def read(cls, path: Path, authority: Path) -> KeyRoster:
+        """Read a roster.
+
+        Args:
+            path: of the file.
+            authority: certificate of who signed it.
+
+        Raises:
+            ConfigError: if it is not signed by the authority, or is no roster.
+            CheckpointError: if it cannot be read.
+        """
+        table: dict[str, Any] = read_json(path, dict)
+        try:
+            found = cls(
+                {int(n): _entry(fields, f"{path}, client {n}") for n, fields in table["clients"].items()}
+            )
+            key = x509.load_pem_x509_certificate(authority.read_bytes()).public_key()
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                raise ConfigError(f"{authority} is a certificate of another kind")
+            signature = bytes.fromhex(table["signature"])
+            key.verify(signature, _SIGNED + found._content(), ec.ECDSA(hashes.SHA384()))
+            if table["clients"] != found._table():
+                raise ValueError("a fingerprint is not that of its key")
+        except InvalidSignature:
+            raise ConfigError(
+                f"{path} is not signed by {authority}: it was changed, or the two are of different federations. Ask "
+                "the server's operator for both files, and compare the fingerprints by phone."
+            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"{path} is no roster that can be read ({error}). Ask the operator for it."
+            ) from error
+        return found
+
+    def _content(self) -> bytes:
+        return json.dumps(self._table(), sort_keys=True, separators=(",", ":")).encode()
+
+    def _table(self) -> dict[str, dict[str, str]]:
+        return {
+            str(number): {
+                "key": entry.key,
+                "fingerprint": entry.fingerprint,
+                "expires": entry.expires.isoformat(timespec="seconds"),
+            }
+            for number, entry in sorted(self.clients.items())
+        }
+
+
+def _entry(fields: dict[str, str], where: str) -> RosterEntry:
+    parse_public_key(fields["key"], where)
+    expires = datetime.datetime.fromisoformat(fields["expires"])
+    if expires.tzinfo is None:
+        raise ValueError("an end has no time zone")
+    return RosterEntry(fields["key"], expires)
+
+
+def update_roster(folder: Path, days: Mapping[int, int] | None = None) -> bool:
+    """Sign the roster of all clients whose public keys the server has, and give it to their folders here.
+
+    Args:
+        folder: made by :func:`..deploy.keys.make_keys`.
+        days: life of keys from now on, by client; the other ends stay, and a key that had none ends with the
+            authority.
+
+    Returns:
+        Whether it was signed; only the folder with ``ca.key`` can do that.
+
+    Raises:
+        ConfigError: if a file is missing, or is not what it should be.
+    """
+    if not (folder / "ca.key").is_file():
+        return False
+    key, certificate = read_authority(folder)
+    server, last = folder / "server", certificate.not_valid_after_utc
+    path, now = server / ROSTER, datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    before = KeyRoster.read(path, server / "ca.crt").clients if path.exists() else {}
+    clients = {}
+    for public in sorted((server / "clients").glob("*.pub")):
+        number, line = int(public.stem), public_line(public.read_text())
+        parse_public_key(line, public)
+        known, life = before.get(number), (days or {}).get(number)
+        if life is not None:
+            expires = min(last, now + datetime.timedelta(days=life))
+        else:
+            expires = known.expires if known is not None and known.key == line else last
+        clients[number] = RosterEntry(line, expires)
+    signed = KeyRoster(clients).sign(key)
+    write_key_file(path, signed)
+    for number in clients:
+        if (own := folder / f"client-{number}").is_dir():
+            write_key_file(own / ROSTER, signed)
+    return True

@@ -1,0 +1,179 @@
+"""A site's policy: what an experiment must keep to before the site takes part.
+
+``fedlowrank join --policy FILE.toml`` compares the experiment with it before anything is sent, and writes the policy and
+its digest into the client's folder. Later joins with that folder are held to it, with or without the option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...config.experiment import ExperimentConfig
+from ...config.parsing import build
+from ...config.toml_files import read_toml
+from ...core import tree
+from ...core.bounds import check_bounds
+from ...core.errors import CheckpointError, ConfigError
+from ...core.field_checks import CheckedFields
+from ...methods import METHODS
+from ...simulation.averaged_statistics import average_statistics
+from ...simulation.digest import read_sealed, write_sealed
+from ...training.tracing import trace_upload
+from ..client import ClientRuntime
+
+POLICY_FILE = "policy.json"
+"""Name of the policy in a client's folder."""
+
+_PRIVACY = ("none", "central", "local")
+
+
+@dataclass(frozen=True)
+class Policy(CheckedFields):
+    """What an experiment must keep to.
+
+    Attributes:
+        methods: that may run; empty for any.
+        parts: patterns of the tensors that may leave the site in a reply, such as ``"*lora*"`` or ``"head.*"``; of
+            the paths that a refusal lists.
+        evaluation: whether the site's accuracies and losses may leave it.
+        min_examples: training examples below which the site takes part in nothing.
+        min_clients: clients that a federation has at least.
+        max_rounds: rounds that a run has at most; None for any number.
+        privacy: kind of run.privacy that is needed at least; local is more than central.
+        max_epsilon: the largest run.privacy.epsilon; None for any.
+        max_delta: the largest run.privacy.delta; None for any.
+    """
+
+    section = "policy"
+
+    methods: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ("*",)
+    evaluation: bool = True
+    min_examples: int = 1
+    min_clients: int = 1
+    max_rounds: int | None = None
+    privacy: Literal["none", "central", "local"] = "none"
+    max_epsilon: float | None = None
+    max_delta: float | None = None
+
+    def __post_init__(self) -> None:
+        bounds = {"min_examples": ">= 1", "min_clients": ">= 1", "max_rounds": ">= 1", "max_epsilon": "> 0"}
+        check_bounds(self, {**bounds, "max_delta": "> 0 and < 1"}, "policy")
+        for name in self.methods:
+            if name not in METHODS and ":" not in name:
+                raise ConfigError(
+                    f"policy.methods: there is no method {name!r}; see `fedlowrank list methods`"
+                )
+
+    @classmethod
+    def read(cls, path: Path) -> Policy:
+        """Read a policy file; raises ConfigError if it cannot be read or something in it is wrong."""
+        return build(cls, read_toml(path), "policy")
+
+    @classmethod
+    def stored(cls, folder: Path) -> Policy | None:
+        """The policy of a client's folder, or None; raises CheckpointError if it is damaged."""
+        path = folder / POLICY_FILE
+        if not path.exists():
+            return None
+        try:
+            return build(cls, read_sealed(path)["policy"], "policy")
+        except (KeyError, ConfigError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+
+    @property
+    def digest(self) -> str:
+        """BLAKE2b of its fields, 16 bytes."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def store(self, folder: Path) -> None:
+        """Write it into a client's folder."""
+        write_sealed(folder / POLICY_FILE, {"policy": dataclasses.asdict(self), "policy_digest": self.digest})
+
+    def violations(
+        self,
+        experiment: ExperimentConfig,
+        clients: int,
+        examples: int,
+        uploads: Callable[[], Iterable[str]],
+        sends_evaluation: bool = True,
+    ) -> list[str]:
+        """What an experiment asks for that the policy does not allow.
+
+        Args:
+            experiment: with the method that runs.
+            clients: of the federation.
+            examples: for training at this site.
+            uploads: gives the paths of all tensors of a reply; called if the policy names parts.
+            sends_evaluation: whether the client sends evaluations where it is asked for them.
+        """
+        run, method = experiment.run, experiment.default_method
+        found = []
+        if self.methods and method not in self.methods:
+            found.append(f"methods: {method} is not among {', '.join(self.methods)}")
+        if self.max_rounds is not None and run.rounds > self.max_rounds:
+            found.append(f"max_rounds: the run has {run.rounds} rounds, above {self.max_rounds}")
+        if examples < self.min_examples:
+            found.append(
+                f"min_examples: the site has {examples} training examples, below {self.min_examples}"
+            )
+        if clients < self.min_clients:
+            found.append(f"min_clients: the federation has {clients} clients, below {self.min_clients}")
+        found += self._privacy(experiment)
+        if not self.evaluation and sends_evaluation and run.privacy.kind == "none":
+            found.append("evaluation: accuracies and losses would leave the site")
+        if self.parts != ("*",):
+            patterns = [p.lstrip("/") for p in self.parts]
+            others = [u for u in uploads() if not any(fnmatch.fnmatchcase(u, p) for p in patterns)]
+            if others:
+                listed = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+                found.append(
+                    f"parts: {listed} would leave the site, and no pattern of {list(self.parts)} allows it"
+                )
+        return found
+
+    def _privacy(self, experiment: ExperimentConfig) -> list[str]:
+        privacy, found = experiment.run.privacy, []
+        if _PRIVACY.index(privacy.kind) < _PRIVACY.index(self.privacy):
+            found.append(f"privacy: run.privacy.kind is {privacy.kind}; {self.privacy} is needed at least")
+        for name, most in (("epsilon", self.max_epsilon), ("delta", self.max_delta)):
+            value = getattr(privacy, name)
+            if most is None:
+                continue
+            if privacy.kind == "none" or value is None:
+                found.append(f"max_{name}: run.privacy sets no {name}; at most {most:g} is allowed")
+            elif value > most:
+                found.append(f"max_{name}: run.privacy.{name} is {value:g}, above {most:g}")
+        return found
+
+
+def upload_paths(folder: Path) -> list[str]:
+    """The paths of all tensors that a client sends in a reply, found without training.
+
+    Args:
+        folder: of the client.
+    """
+    mine = ClientRuntime(folder)
+    run, federation = mine.made.run, mine.federation
+    task, info = federation.task(run.rounds), federation.infos[mine.client]
+    method: Any = average_statistics(mine.made.build_method(mine.made.default_method), task, run)
+    down = tree.zeros_like(method.download(method.server_init(task), info))
+    upload, _ = trace_upload(method, task, info, down)
+    return [path.lstrip("/") for path, _ in tree.leaves(upload)]
+
+
+def refuse(policy: Policy, violations: Sequence[str]) -> None:
+    """Raise ConfigError if there are violations of a policy."""
+    if violations:
+        raise ConfigError(
+            f"the policy (digest {policy.digest}) does not allow this experiment, and nothing was sent:\n"
+            + "\n".join(f"  {v}" for v in violations)
+        )

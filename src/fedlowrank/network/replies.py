@@ -1,0 +1,68 @@
+"""How the server's half limits replies and removes those that it does not want from Flower's database.
+
+The guard of the SuperLink (:mod:`.access`) keeps to the limits, and hands out no reply of which a piece is
+missing. Where no guard is, as in an app that was submitted by hand, nothing is limited before it is stored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from .deploy import guard
+
+
+class Replies:
+    """The replies to the messages of a grid, before they are fetched.
+
+    Args:
+        grid: of the server's half.
+        client: of the grid, for calls to the SuperLink.
+    """
+
+    def __init__(self, grid: HttpGrid, client: Any) -> None:
+        self._grid, self._client = grid, client
+        self._is_guarded = guard.TOKEN in os.environ
+
+    def limit(self, limits: Mapping[int, int]) -> None:
+        """Limit the bytes of the replies to the next messages, by node."""
+        self._ask(limits=limits)
+
+    def refused(self) -> dict[str, str]:
+        """Why replies were refused, by the message; each is returned once, and removed."""
+        found: dict[str, tuple[str, str]] = self._ask().get("refused", {})
+        for name, _ in found.values():
+            self.remove(name)
+        return {asked: why for asked, (_, why) in found.items()}
+
+    def close(self, asked: Collection[str]) -> None:
+        """Take no more of the replies to these messages, and remove what came of them."""
+        if asked:
+            for name in self._ask(close=asked).get("dropped", ()):
+                self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a reply from Flower's database."""
+        if name and self._grid._run is not None:
+            self._client.ConfirmMessageReceived(
+                ConfirmMessageReceivedRequest(
+                    node=self._grid.node, run_id=self._grid._run.run_id, message_object_id=name
+                )
+            )
+
+    def _ask(self, limits: Mapping[int, int] | None = None, close: Collection[str] = ()) -> dict[str, Any]:
+        if not self._is_guarded:
+            return {}
+
+        def post() -> Any:
+            answer = self._client._client.post(f"{self._client._base_url}{guard.REPLIES}", json=asked)
+            answer.raise_for_status()
+            return answer
+
+        asked = {"limits": {str(node): most for node, most in (limits or {}).items()}, "close": list(close)}
+        found: dict[str, Any] = self._client._retry_invoker.invoke(post).json()
+        return found

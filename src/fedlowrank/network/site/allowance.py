@@ -1,0 +1,94 @@
+"""What the server may still ask of a site: runs, evaluations and trainings, counted on the site's disk.
+
+Every answer tells of the examples, so a server that may ask without end can read them. A folder takes part in
+one run, or in as many as ``join --runs`` says. In each, evaluations are of rounds that only go up to
+``run.rounds``, so there are ``run.rounds`` + 1 at most. A server that goes back to an earlier checkpoint
+repeats rounds of training, but evaluations of these rounds are not made again. Trainings are counted, repeated
+ones included, up to :func:`most_trainings`. What is asked is counted before it is computed.
+
+FOLDER/site.json has the counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pydantic
+
+from ...core.errors import CheckpointError
+from ...simulation.digest import read_sealed, write_sealed
+from ..messages import RefusedOrderError
+
+SITE = "site.json"
+"""Name of the file in a client's folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a server asked of a site in one run.
+
+    Attributes:
+        trainings: how often the client has trained, or written its model at the end of the run.
+        round: completed rounds at the last evaluation; -1 before the first.
+        order: digest of the order that asked for it, which gets the same answer again.
+    """
+
+    trainings: int = 0
+    round: int = -1
+    order: str = ""
+
+
+_ADAPTER = pydantic.TypeAdapter(dict[str, Asked])
+
+
+def most_trainings(rounds: int) -> int:
+    """Trainings that a client does for a run of so many rounds: room for rounds that are repeated."""
+    return 3 * rounds + 10
+
+
+class Allowance:
+    """What the server may still ask of a site.
+
+    Args:
+        folder: of the client.
+        runs: number of runs that it may take part in; 0 for any number.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
+
+    def __init__(self, folder: Path, runs: int) -> None:
+        self.path, self.runs = folder / SITE, runs
+        self._asked: dict[str, Asked] = {}
+        if self.path.exists():
+            try:
+                self._asked = _ADAPTER.validate_python(read_sealed(self.path).get("runs"))
+            except pydantic.ValidationError as error:
+                raise CheckpointError(f"{self.path} is damaged: {error}") from error
+
+    def check_run(self, run: str) -> None:
+        """Raise RefusedOrderError if the folder does not take part in a run, and cannot begin to."""
+        if run not in self._asked and self.runs and len(self._asked) >= self.runs:
+            raise RefusedOrderError(
+                f"the server names a run {run!r}, but this client's folder belongs to the run "
+                f"{', '.join(map(repr, self._asked))}. Start it by `fedlowrank join` with another --folder, or "
+                "with --runs NUMBER if the folder may take part in more than one run"
+            )
+
+    def of(self, run: str) -> Asked:
+        """What was asked in a run until now."""
+        return self._asked.get(run, Asked())
+
+    def count(self, run: str, asked: Asked) -> None:
+        """Store what is asked in a run, before the answer is sent.
+
+        Raises:
+            RefusedOrderError: if the folder does not take part in the run.
+            CheckpointError: if the disk is full; nothing has changed then.
+        """
+        self.check_run(run)
+        if self._asked.get(run) != asked:
+            runs = {**self._asked, run: asked}
+            write_sealed(self.path, {"runs": {name: dataclasses.asdict(one) for name, one in runs.items()}})
+            self._asked = runs

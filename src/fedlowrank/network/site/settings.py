@@ -1,0 +1,34 @@
+"""What a site allows the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """What a site allows the server, whatever the server orders; part of a client's folder.
+
+    Attributes:
+        order_key: public key whose signature every message of the server must carry, as hexadecimal digits;
+            "" accepts messages without signature.
+        evaluation: which evaluations are sent: ``rounded`` as :func:`.evaluations.coarsen` says, ``none``, or
+            ``exact``.
+        send_errors: whether error texts leave the site. If not, the server learns the class of an error and
+            an incident number, under which the site's log has the text.
+        runs: number of runs that this folder may take part in, each with a bounded number of evaluations and
+            trainings, see :mod:`.allowance`; 0 for any number without bounds.
+        max_download: bytes that a download may have; 0 for a bound that follows from the model.
+    """
+
+    order_key: str = ""
+    evaluation: Literal["rounded", "none", "exact"] = "rounded"
+    send_errors: bool = False
+    runs: int = 1
+    max_download: int = 0
+
+    @classmethod
+    def simulated(cls) -> SiteSettings:
+        """Settings of a client that is simulated: server and client belong to one person."""
+        return cls(evaluation="exact", send_errors=True, runs=0)
