@@ -66,7 +66,7 @@ types: $(TEST)
 	$(BIN)/mypy
 
 # two processes, each of which reads and imports half of the tests alone
-HALF := $(addprefix tests/,core engines methods network training trust)
+HALF := $(addprefix tests/,engines methods network training trust)
 REST := $(filter-out $(HALF),$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
 
 unit: $(TEST)

@@ -53,6 +53,7 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prepared", [False, True])
 def test_the_disk_is_given_back(tmp_path: Path, limited: None, prepared: bool) -> None:
     path = tmp_path / "superlink.db"
@@ -70,6 +71,7 @@ def test_the_disk_is_given_back(tmp_path: Path, limited: None, prepared: bool) -
     store._engine.dispose()  # type: ignore[union-attr]
 
 
+@pytest.mark.full
 def test_a_start_removes_what_an_earlier_run_left(tmp_path: Path) -> None:
     path = tmp_path / "superlink.db"
     store = SqlObjectStore(str(path))

@@ -94,6 +94,7 @@ def test_one_liar_of_five_does_not_take_the_model(lie: dict[str, Any], tmp_path:
     assert accuracy(result) > honest_accuracy() - 0.1
 
 
+@pytest.mark.full
 def test_a_liar_within_the_bounds_slows_the_run_and_does_not_turn_it_back(tmp_path: Path) -> None:
     result = five(tmp_path, lying(-2.9, 10**6), max_fall=0.0)
     # 0.08 without the bounds; at most 3 of 7 parts of the mean point backwards
@@ -236,6 +237,7 @@ def test_a_compressed_update_is_shortened_too(tmp_path: Path) -> None:
 # -- Krum
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["krum", "multi_krum"])
 def test_a_refused_reply_counts_as_one_of_the_hostile_ones(rule: str, tmp_path: Path) -> None:
     """f = 1 of 5: with one reply refused, four are left and none of them is assumed hostile; before, 2 f + 3 = 5 replies

@@ -229,6 +229,7 @@ def test_a_run_pauses_names_the_liar_and_goes_on_without_it(
     assert Account.read(out).paused == ""
 
 
+@pytest.mark.full
 def test_a_fall_can_be_accepted_or_not_looked_for(tmp_path: Path) -> None:
     network = {"max_fall": 0.05, "limits": {"update_ratio": 0.0}}
     made = small("fedavg", 5, 5, defaults={"optimizer": {"lr": 0.2}}, network=network)

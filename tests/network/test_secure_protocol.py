@@ -71,6 +71,7 @@ def test_the_total_is_that_of_numpy(n: int) -> None:
     assert np.array_equal(total, np.sum(list(x.values()), 0, dtype=np.uint64))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
 def test_as_many_as_the_threshold_allows_may_disappear_at_any_step(step: int) -> None:
     n, x = 7, vectors(7)

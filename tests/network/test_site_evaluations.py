@@ -227,6 +227,7 @@ def test_of_fewer_than_20_examples_no_number_is_sent(
     assert answer.losses == {}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("evaluation", ["none", "rounded"])
 def test_a_run_without_numbers_goes_to_its_end(
     evaluation: Literal["none", "rounded"],
@@ -264,6 +265,7 @@ def test_a_run_of_sites_with_defaults_is_the_sequential_run_in_rounded_numbers(t
         assert found.risk["personal"] == {"val": [None] * 2, "test": losses}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("site", "absent"), [(SITES, {3, 4}), (SiteSettings.simulated(), set())])
 def test_a_server_that_goes_back_repeats_trainings_and_no_evaluations(
     site: SiteSettings, absent: set[int], tmp_path: Path

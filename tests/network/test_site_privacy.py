@@ -87,6 +87,7 @@ def test_a_server_spends_one_budget_whatever_its_run_folder(
         assert f"{epsilon:.4g}" in shown
 
 
+@pytest.mark.full
 def test_clients_of_several_servers_spend_one_budget(tmp_path: Path) -> None:
     """Servers know nothing of each other, so it is the clients that stop."""
     made = private("central", 4.0, composed(4.0, 5) + 1e-6)
@@ -100,6 +101,7 @@ def test_clients_of_several_servers_spend_one_budget(tmp_path: Path) -> None:
     assert all(why.endswith("is spent") for why in results[1].rounds[-1].lost.values())
 
 
+@pytest.mark.full
 def test_another_federation_has_a_budget_of_its_own(tmp_path: Path) -> None:
     """Of a server, whose clients have other data, or keep no account."""
     made = private("central", 4.0, composed(4.0, 3) + 1e-6)
@@ -169,6 +171,7 @@ def test_the_data_of_a_client_is_its_file_whatever_is_made_of_it(
     assert len(stored) == len({*rows["b.csv"]}) + 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["central", "local"])
 def test_a_simulation_by_flower_keeps_no_account(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
