@@ -17,7 +17,7 @@ from fedlowrank.network.secure.signing import MemberKeys, MemberSigner, Session
 SESSION = Session("a" * 16, 0, 3)
 KEYS = [ec.generate_private_key(ec.SECP384R1()) for _ in range(7)]
 ROSTER = MemberKeys.read({
-    c: key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) for c, key in enumerate(KEYS)
+    c: key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() for c, key in enumerate(KEYS)
 })  # fmt: skip
 
 

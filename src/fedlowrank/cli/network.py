@@ -33,6 +33,7 @@ from ..network.deploy.processes import SuperLink, SuperNode
 from ..network.deploy.supervise import supervise
 from ..network.drive import clients_of
 from ..network.enrollment.key_request import PASSPHRASE
+from ..network.enrollment.roster import ROSTER, KeyRoster
 from ..network.operation.policy import Policy, refuse, upload_paths
 from ..network.site.audit_log import AUDIT, SiteAudit
 from ..network.site.settings import SiteSettings
@@ -303,6 +304,7 @@ def join(
         send_errors=send_errors,
         runs=runs,
         max_download=max_download << 20,
+        roster={} if own is None or not experiment.run.secure.on else _roster(own),
     )
     if own is None:
         logger.info(
@@ -348,6 +350,13 @@ def join(
     for model in _models(folder):
         logger.info(f"its model: {model.parent}")
     return 0
+
+
+def _roster(keys: ClientKeys) -> dict[str, str]:
+    """Public keys of all clients, by which they know each other in secure sums."""
+    roster = KeyRoster.read(keys.key.parent / ROSTER, keys.authority)
+    say(f"secure sums: the roster has number {roster.number}; all sites must see the same number")
+    return {str(client): entry.key for client, entry in roster.clients.items() if not entry.has_expired()}
 
 
 def _forget(folder: Path, client: int) -> int:

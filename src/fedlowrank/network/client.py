@@ -49,6 +49,9 @@ from ..trust.protection import protect
 from ..trust.site_ledger import SiteLedger, SiteRun
 from .client_memory import ClientMemory, ForgottenError
 from .messages import Answer, Order, RefusedOrderError, Registration, RegistrationRequest, sections
+from .secure.contributions import check_reads_no_state
+from .secure.participation import Participation
+from .secure.signing import MemberKeys, MemberSigner
 from .site.allowance import Allowance, Asked, most_trainings
 from .site.audit_log import AUDIT, SiteAudit, explain
 from .site.evaluations import coarsen, coarsen_losses
@@ -160,6 +163,11 @@ class ClientRuntime:
         self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
         self.is_private = self.made.run.privacy.kind != "none"
+        self.is_secure = self.made.run.secure.on
+        self.tells_nothing = self.is_private or self.is_secure
+        """Whether sizes, losses and evaluations stay with the client."""
+        self.signer: MemberSigner | None = None
+        """Signs the client's part of secure sums; the node sets it."""
         # a folder of an earlier release has no such entry
         self.site = SiteSettings(**stored.get("site", {}))
         self.audit = SiteAudit(folder / AUDIT)
@@ -290,9 +298,9 @@ class ClientRuntime:
         return SMALL_DOWNLOAD + 4 * (model + tree.encoded_size(first))
 
     def registration(self) -> tuple[Registration, bytes]:
-        """Header and payload of its registration; under differential privacy without its data's sizes."""
+        """Header and payload of its registration; under privacy and secure sums without its data's sizes."""
         sizes = 1, 0, 0
-        if not self.is_private:
+        if not self.tells_nothing:
             sizes = len(self.data.train), len(self.data.val), len(self.data.test)
         header = Registration(
             self.client,
@@ -381,10 +389,20 @@ class ClientRuntime:
             raise RefusedOrderError(
                 f"an order of round {order.round + 1} came, but the run has {rounds} rounds"
             )
+        if order.step not in ("", "mask"):
+            return dataclasses.replace(reply, parcel=self._participation.step(order)), b""
+        if order.train and (order.step == "mask") is not self.is_secure:
+            raise RefusedOrderError(
+                "an order to train without masking came, and the experiment has secure sums"
+                if self.is_secure
+                else "an order to mask an update came, and the experiment has no secure sums"
+            )
         memory = ClientMemory(self.folder / run, self.made.run.keep_checkpoints)
         before = memory.answered(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
+        if order.step:
+            self._participation.require(order)
         newest, branch = max(memory.stamps, default=0), memory.branch
         # a state that is missing is reported below
         old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
@@ -434,7 +452,7 @@ class ClientRuntime:
         if outcome.error is not None:
             why = f"its training failed: {self.explain(outcome.error)}"
             return dataclasses.replace(reply, problem=why, kind="training"), b""
-        if not self.is_private:
+        if not self.tells_nothing:
             # all of it tells of the client's data
             meter = outcome.meter
             losses = dict(meter.losses) if self.site.evaluation != "none" else {}
@@ -442,15 +460,35 @@ class ClientRuntime:
                 losses = coarsen_losses(losses, len(self.data.train))
             reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
         # a method whose clients send nothing replies all the same
-        upload = tree.encode(outcome.upload)
+        upload = tree.encode(outcome.upload) if not self.is_secure else self._mask(order, outcome.upload)
         memory.propose(
             order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
         )
         return reply, upload
 
+    @cached_property
+    def _participation(self) -> Participation:
+        """The client's part in secure sums; raises RefusedOrderError if the experiment has none, or keys are missing."""
+        if not self.is_secure:
+            raise RefusedOrderError("a step of a secure sum came, and the experiment has no secure sums")
+        if self.signer is None or not self.site.roster:
+            raise RefusedOrderError(
+                "secure sums need the keys of all clients, and this client has none: start it with --keys"
+            )
+        keys = MemberKeys.read({int(client): key for client, key in self.site.roster.items()})
+        return Participation(self.client, self.clients, self.folder, keys, self.signer, self.made.run.secure)
+
+    def _mask(self, order: Order, upload: Any) -> bytes:
+        """The masked contribution of an upload."""
+        task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
+        # what a contribution needs of the server's state is its form, see `check_reads_no_state`
+        server = self.method.server_init(task)
+        check_reads_no_state(self.method, upload, info, server)
+        return self._participation.mask(order, lambda: self.method.contribution(upload, info, server))
+
     def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""
-        if not order.evaluate or self.is_private or self.site.evaluation == "none":
+        if not order.evaluate or self.tells_nothing or self.site.evaluation == "none":
             return False
         if not self.site.runs or order.round > asked.round or digest == asked.order:
             return True

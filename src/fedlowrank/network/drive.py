@@ -32,6 +32,7 @@ from .audit import Audit
 from .network_run import NetworkRun
 from .operation.fall import PausedError, describe, find_fall, suspects, worst_shapes
 from .registry import ClientRegistry
+from .secure.signing import MemberKeys
 from .server import NetworkEngine, NetworkError
 from .site.signatures import OrderSigner
 from .transport import Transport
@@ -59,6 +60,7 @@ def drive(
     promised: Sequence[int] = (),
     audit: Path | None = None,
     signer: OrderSigner | None = None,
+    member_keys: MemberKeys | None = None,
     federation: str = "",
     at_site: bool = True,
 ) -> Result:
@@ -75,6 +77,7 @@ def drive(
         promised: training examples of each client, if known; else ``network.examples``.
         audit: file of the audit log, or None for none.
         signer: signs what is sent to clients; None if keys are not checked.
+        member_keys: public keys of all clients, for secure sums; None without a roster.
         federation: names those who take part, whose privacy is spent under central noise; "" takes what the
             experiment says of the data.
         at_site: whether the site's ledger has an account of central noise; not of a simulation's.
@@ -118,6 +121,7 @@ def drive(
         account=account,
         audit=Audit(audit),
         signer=signer,
+        member_keys=member_keys,
     )
     _wait_for_start(engine, settings.enough(count - len(account.excluded)))
     with threads(made.run.threads), contextlib.ExitStack() as stack:

@@ -44,9 +44,11 @@ from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import threads
 from .client import CLIENT_FILE, ClientRuntime, explain_at, prepare
 from .drive import clients_of, drive
+from .enrollment.roster import ROSTER, KeyRoster
 from .intake import Intake
 from .messages import RefusedOrderError, plain, sections
 from .replies import Replies
+from .secure.signing import MemberKeys, MemberSigner
 from .site.audit_log import AUDIT, SiteAudit
 from .site.settings import SiteSettings
 from .site.signatures import OrderSigner
@@ -257,7 +259,17 @@ def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
 @functools.lru_cache(maxsize=256)
 def runtime_at(folder: str) -> ClientRuntime:
     """The client runtime of a folder, which a process reads once."""
-    return ClientRuntime(Path(folder))
+    runtime = ClientRuntime(Path(folder))
+    runtime.signer = _SIGNERS.get(folder)
+    return runtime
+
+
+_SIGNERS: dict[str, MemberSigner] = {}
+
+
+def sign_as(folder: Path, signer: MemberSigner) -> None:
+    """Let the client of a folder, before it is read, sign its part of secure sums by a key of this process."""
+    _SIGNERS[str(folder)] = signer
 
 
 def _folder(context: Context) -> Path:
@@ -298,6 +310,10 @@ def _serve(grid: Grid, context: Context) -> None:
     if NODES in env:
         keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
     signer = OrderSigner.read(Path(env[ORDER_KEY])) if ORDER_KEY in env else None
+    members = None
+    if ORDER_KEY in env and made.run.secure.on:
+        folder = Path(env[ORDER_KEY]).parent
+        members = MemberKeys.of(KeyRoster.read(folder / ROSTER, folder / "ca.crt"))
     with _logging(Path(env[LOG]) if LOG in env else None):
         try:
             if RunFolder.is_failed_start(out):
@@ -318,6 +334,7 @@ def _serve(grid: Grid, context: Context) -> None:
                     audit=log,
                     federation=federation,
                     signer=signer,
+                    member_keys=members,
                 )
         except FedlowrankError as error:
             logger.error("error: %s", error)

@@ -20,6 +20,9 @@ from ..simulation.evaluation import ClientEvaluation
 
 H = TypeVar("H", bound="Header")
 
+Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
+"""A step of a secure sum; "" without one."""
+
 PROTOCOL = 5
 """Raised whenever messages change."""
 
@@ -106,6 +109,8 @@ class Order(Header):
         evaluate: whether to evaluate the models before training.
         last: whether the run is over, so that the client writes its model.
         branch: how often the run went back to an earlier checkpoint; only then are rounds repeated.
+        step: of a secure sum (:mod:`.secure.member`); "" without one. The step ``mask`` is that of the training.
+        parcel: what other clients sent in the step before, by their numbers.
     """
 
     run: str
@@ -115,6 +120,8 @@ class Order(Header):
     evaluate: bool
     last: bool = False
     branch: int = 0
+    step: Step = ""
+    parcel: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ class Answer(Header):
         flops: floating-point operations of the training.
         losses: mean loss of each pass.
         evaluation: of the client's models, if the order asks for it.
+        parcel: what a step of a secure sum sends, by the numbers of those it is for.
     """
 
     client: int
@@ -142,6 +150,7 @@ class Answer(Header):
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
     evaluation: ClientEvaluation | None = None
+    parcel: dict[str, str] = field(default_factory=dict)
 
 
 # made once: making one takes longer than reading a message

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from ..core.contribution import Aggregator
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ServerView
 from ..data.federation import Federation
@@ -19,6 +21,8 @@ from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run
 from ..simulation.settings import RunSettings
+from .secure.contributions import check_reads_no_examples, check_reads_no_state, form_of, grid_of
+from .secure.rounds import SecureRounds, SecureTotal
 from .server import NetworkEngine
 from .validation.uploads import (
     FAULTS,
@@ -60,10 +64,9 @@ class NetworkRun(Run):
                 "run.patience: under differential privacy clients send no evaluations over a network, so "
                 "there is no validation to stop by; leave it out"
             )
-        if settings.attack.kind != "none" or settings.secure.on:
+        if settings.attack.kind != "none":
             raise ConfigError(
-                "run.attack and run.secure are for simulations; leave them out of an experiment that runs "
-                "over a network"
+                "run.attack is for simulations; leave it out of an experiment that runs over a network"
             )
         if settings.devices != Devices():
             raise ConfigError(
@@ -73,10 +76,48 @@ class NetworkRun(Run):
         super().__init__(method, federation, settings, engine, plan)
         engine.templates = Templates(self.method, self.task)
         engine.metrics = self.evaluator.metrics
-        engine.compares = settings.privacy.kind != "central"
+        if settings.secure.on:
+            engine.secure = self._secure_rounds()
+        engine.compares = settings.privacy.kind != "central" and engine.secure is None
         engine.shortens = settings.robust.rule == "mean"
-        engine.describes = settings.privacy.kind == "none" and engine.settings.max_fall > 0
+        engine.describes = (
+            engine.compares and settings.privacy.kind == "none" and engine.settings.max_fall > 0
+        )
         engine.decode = lambda upload, client: self.method.decode(upload, client, self.state.server)
+
+    def _secure_rounds(self) -> SecureRounds:
+        """The secure sums of the run; raises ConfigError or TaskError if it can have none over a network."""
+        settings, keys = self.settings, self.engine.member_keys
+        if keys is None:
+            raise ConfigError(
+                "run.secure: over a network, clients sign the steps of a secure sum by the keys of a roster. Start the "
+                "server with --keys, whose folder has roster.json; a simulation by Flower has no keys"
+            )
+        if settings.participation < 1 or self.draws.unseen:
+            raise ConfigError(
+                "run.secure: over a network all clients take part in every round; set run.participation = 1 and "
+                "leave out run.unseen"
+            )
+        if settings.privacy.kind != "none":
+            raise ConfigError(
+                "run.secure: over a network it has no privacy budget yet; leave out run.privacy or run.secure"
+            )
+        if settings.patience is not None:
+            raise ConfigError("run.patience: under secure sums clients send no evaluations; leave it out")
+        info, server = self.federation.infos[0], self.state.server
+        template = self.engine.templates.of(info, self.method.download(server, info))
+        like = form_of(self.method, template.form, info, server)
+        check_reads_no_state(self.method, template.form, info, server)
+        infos, key = self.federation.infos, self.federation.key / "trial"
+        check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
+        clients = len(infos)
+        return SecureRounds(clients, keys, grid_of(settings.secure, clients), like)
+
+    def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
+        """See the base class; under secure sums the engine has the total."""
+        if self.engine.secure is not None:
+            return SecureTotal([info.id for info in infos], self.engine.secure)
+        return super().aggregator(infos, round)
 
     def state_of(self, info: ClientInfo) -> Any:
         """The stamp of the state that a client builds on."""
@@ -101,6 +142,9 @@ class NetworkRun(Run):
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """See the base class; a reply that the method cannot use is refused."""
+        if self.engine.secure is not None:
+            # it is in the total already
+            return None
         try:
             return checked_contribution(self.method, upload, self.counted(info), self.state.server)
         except RefusedReplyError as error:
@@ -112,7 +156,7 @@ class NetworkRun(Run):
         try:
             server = checked_update(self.method, before, total, view)
         except FAULTS:
-            if self.inspection is not None:
+            if self.inspection is not None or self.engine.secure is not None:
                 # what the rule made of each reply is gone
                 raise
 
@@ -167,8 +211,8 @@ class NetworkRun(Run):
             self.federation, self.task = federation, federation.task(self.settings.rounds)
             self.engine.templates = Templates(self.method, self.task)
         self.engine.sizes = tuple(i.examples for i in federation.infos)
-        # under differential privacy, clients send no evaluations
-        self.engine.evaluate = is_due = self.is_due() and self.budget is None
+        # under differential privacy and secure sums, clients send no evaluations
+        self.engine.evaluate = is_due = self.is_due() and self.budget is None and self.engine.secure is None
         training = set() if self.is_over else {i.id for i in self.participants(self.round)}
         others = [i for i in self.evaluated if is_due and i.id not in training]
         self.engine.evaluation_jobs = [self._job(i) for i in others]

@@ -26,10 +26,13 @@ from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .audit import Audit, digits
 from .backoff import Backoff
-from .messages import Order, RegistrationRequest, plain
+from .messages import Answer, Order, RegistrationRequest, Step, plain
 from .operation.activity import ROUNDS, LastReply, UpdateShape
 from .operation.grace import Grace
 from .registry import ClientRegistry, UnregisteredNodeError
+from .secure.member import SecureSumError
+from .secure.rounds import SecureRounds
+from .secure.signing import MemberKeys
 from .site.signatures import OrderSigner, payload_digest
 from .spool import Spool
 from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
@@ -72,6 +75,8 @@ class NetworkEngine(Engine):
         account: what is stored of the clients.
         audit: log of registrations and replies.
         signer: signs what is sent; None where keys are not checked.
+        member_keys: public keys of all clients, by which they sign steps of secure sums; None without a roster.
+        secure: the run's secure sums; None where updates are seen one by one; set by the run.
         evaluate: whether the next round trip asks for evaluations.
         evaluations: those of the last round trip, by client.
         reset_clients: clients that start again from the initial state.
@@ -110,6 +115,9 @@ class NetworkEngine(Engine):
     describes: bool = False
     decode: Callable[[Any, ClientInfo], Any] = _as_it_is
     shortened: dict[int, float] = dataclasses.field(default_factory=dict)
+    member_keys: MemberKeys | None = None
+    secure: SecureRounds | None = None
+    _parcels: Mapping[int, dict[str, str]] = dataclasses.field(default_factory=dict)
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
     _logged_long: set[int] = dataclasses.field(default_factory=set)
@@ -132,6 +140,9 @@ class NetworkEngine(Engine):
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
         self.shortened = {}
+        if self.secure is not None:
+            yield from self.secure.run(self, jobs, self.account.run, self.account.branch, round)
+            return
         pending, needed, good = list(jobs), min(self.settings.min_replies, len(jobs)), 0
         for attempt in range(self.settings.attempts):
             if attempt:
@@ -168,6 +179,64 @@ class NetworkEngine(Engine):
         if self.describes:
             self._describe_updates(used, round)
         self.bound.learn(self._norms, round)
+
+    def take_step(
+        self, step: Step, parcels: Mapping[int, dict[str, str]], round: int
+    ) -> Iterator[tuple[int, Answer | str]]:
+        """Send a step of a secure sum to clients; the answer of each, or why there is none."""
+        present, clients = self.transport.nodes(), dict[int, int]()
+        messages = []
+        for client, parcel in sorted(parcels.items()):
+            if (why := self._reason_to_skip(client, present, set())) is not None:
+                yield client, why
+                continue
+            order = Order(self.account.run, round, 0, False, False, False, self.account.branch, step, parcel)
+            messages.append(self._order_message(client, order, b"", payload_digest(b""), MAX_HEADER))
+            clients[messages[-1].node] = client
+        deadline = self.settings.deadline
+        for response in self._exchange.replies(messages, f"{step}-{round + 1}", deadline):
+            if response.kind == "registration":
+                self._register(response)
+                continue
+            client = clients.pop(response.node)
+            self.bytes_sent["header"] += len(response.header)
+            try:
+                yield client, self._read_step(response, client, round)
+            except RefusedReplyError as error:
+                yield client, self.refuse(error, round)
+        for client in clients.values():
+            yield client, f"it did not reply within {deadline:g} s"
+
+    def _read_step(self, response: Response, client: int, round: int) -> Answer | str:
+        if response.problem:
+            if response.disconnected:
+                self.registry.registered[client].node = None
+            return plain(response.problem)
+        if response.too_large:
+            raise RefusedReplyError(client, response.too_large)
+        info = self.templates.task.clients[client]
+        return read_answer(response.header, info, self.account.run, round)
+
+    def train_masked(
+        self, jobs: Sequence[ClientJob], parcels: Mapping[int, dict[str, str]], round: int
+    ) -> Mapping[int, ClientResult]:
+        """Send the orders of a round of a secure sum; the result of each client."""
+        self._parcels = parcels
+        try:
+            return dict(self._round_trip(list(jobs), [], round, len(jobs)))
+        finally:
+            self._parcels = {}
+
+    def _order_message(
+        self, client: int, order: Order, payload: bytes, digest: str, max_bytes: int
+    ) -> NodeMessage:
+        """An order to a client that is connected, signed if keys are checked; its bytes are counted."""
+        node, header = self.registry.registered[client].node, order.to_json()
+        assert node is not None, "a client that is not connected is skipped"
+        self.bytes_sent["header"] += len(header)
+        self.bytes_sent["down"] += len(payload)
+        signature = "" if self.signer is None else self.signer.sign("order", client, header, digest)
+        return NodeMessage(node, "order", header, payload, max_bytes, signature)
 
     def _reference(self, job: ClientJob) -> Any:
         """What the upload of a client is compared with."""
@@ -345,7 +414,9 @@ class NetworkEngine(Engine):
             client, trains = job.client.id, job.client.id in training
             max_bytes, why = MAX_HEADER, self._reason_to_skip(client, present, paused)
             refused = self.blocklist.is_blocked(client) or client in self.account.excluded
-            if why is None and trains:
+            if why is None and trains and self.secure is not None:
+                max_bytes += 8 * self.secure.size
+            elif why is None and trains:
                 try:
                     template = self.templates.of(job.client, job.down)
                     max_bytes += max_upload_bytes(template, self.settings.limits)
@@ -357,19 +428,14 @@ class NetworkEngine(Engine):
                 continue
             stamp = int(job.state["stamp"])
             run, branch = self.account.run, self.account.branch
-            order = Order(run, round, stamp, trains, self.evaluate or last, last, branch)
-            header = order.to_json()
+            step: Step = "mask" if trains and self.secure is not None else ""
+            parcel = self._parcels.get(client, {}) if step else {}
+            order = Order(run, round, stamp, trains, self.evaluate or last, last, branch, step, parcel)
             if id(job.down) not in payloads:
                 encoded = tree.encode(job.down)
                 payloads[id(job.down)] = encoded, payload_digest(encoded)
-            payload, digest = payloads[id(job.down)]
-            node = self.registry.registered[client].node
-            assert node is not None, "a client that is not connected is skipped"
-            signature = "" if self.signer is None else self.signer.sign("order", client, header, digest)
-            messages.append(NodeMessage(node, "order", header, payload, max_bytes, signature))
-            asked[node] = job
-            self.bytes_sent["header"] += len(header)
-            self.bytes_sent["down"] += len(payload)
+            messages.append(self._order_message(client, order, *payloads[id(job.down)], max_bytes))
+            asked[messages[-1].node] = job
         del payloads
         deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_WAIT)
         good, start = 0, time.monotonic()
@@ -401,6 +467,15 @@ class NetworkEngine(Engine):
                 yield client, _lost(why)
             else:
                 logger.info(why)
+
+    def _take_vector(self, response: Response, client: ClientInfo, round: int) -> ClientResult:
+        """Add a masked vector; nothing else of the reply can be checked, and nothing else is used."""
+        assert self.secure is not None, "masked vectors are of secure sums"
+        try:
+            self.secure.add(client.id, response.payload)
+        except SecureSumError as error:
+            raise RefusedReplyError(client.id, str(error)) from error
+        return ClientResult({"stamp": round + 1}, None, Meter())
 
     def _remember(self, response: Response, client: int, round: int, seconds: float, used: bool) -> None:
         """Store what a person may want to see of a reply, and how long it took."""
@@ -456,6 +531,8 @@ class NetworkEngine(Engine):
                     f"client {client.id}: {plain(answer.problem)}", diverged=answer.kind == "training"
                 )
             model = self.templates.task.model(client)
+            if trains and self.secure is not None:
+                return self._take_vector(response, client, round)
             if trains:
                 template = self.templates.of(client, job.down)
                 upload = inspect(response.payload, template, client, limits)

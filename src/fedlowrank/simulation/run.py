@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..core import tree
+from ..core.contribution import Aggregator
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.returned import check_server_state
@@ -272,7 +273,7 @@ class Run:
                 unlucky,
                 self.settings.on_nan == "drop",
                 self.state.clients.empty(),
-                aggregator_of(self.settings, infos, self.federation, t),
+                self.aggregator(infos, t),
                 RoundTiming(self.device_clock, t, sent),
                 wait=self.inspection is not None,
             )
@@ -324,6 +325,10 @@ class Run:
             count = self.federation.infos[client].examples
             examples = f"{count} training example{'' if count == 1 else 's'}"
             logger.warning("client %d (%s) is left out: %s", client, examples, why)
+
+    def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
+        """What reduces the contributions of a round."""
+        return aggregator_of(self.settings, infos, self.federation, round)
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """What an upload contributes to the round.

@@ -53,6 +53,7 @@ from .. import flower, intake
 from ..enrollment.key_request import PASSPHRASE, load_key_pair
 from ..intake import FetchBound
 from ..messages import RefusedOrderError, plain
+from ..secure.signing import MemberSigner
 from ..site.audit_log import AUDIT, SiteAudit
 from .flower_app import write_own_app
 from .processes import WORKING
@@ -320,6 +321,7 @@ def main() -> None:
     keys = None
     if args.key is not None:
         keys = load_key_pair(args.key, os.environ.pop(PASSPHRASE, ""))
+        flower.sign_as(args.folder, MemberSigner(keys[0]))
     authority = None if args.authority is None else args.authority.read_bytes()
     with http_request_response(args.server, authority is None, authority, keys) as calls:
         node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ...core import tree
 from ...core.contribution import Sum, leaves, map_leaves
 from ...core.errors import ConfigError, TaskError
-from ...core.method import ClientInfo, Method, Task
+from ...core.method import ClientInfo, Method, ServerView
 from ...trust.secure_sums import FixedPoint, Vector, align
 from ...trust.settings import SecureSums
 
@@ -61,7 +62,7 @@ def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> 
     return map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
 
 
-def check_reads_no_state(method: AnyMethod, task: Task, upload: Any, client: ClientInfo, server: Any) -> None:
+def check_reads_no_state(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> None:
     """Check that a contribution can be made at the client, which knows the server's first state alone.
 
     The contributions of one upload are compared at two states of the server whose numbers differ.
@@ -69,13 +70,40 @@ def check_reads_no_state(method: AnyMethod, task: Task, upload: Any, client: Cli
     Raises:
         TaskError: if they differ.
     """
-    del task
     moved = tree.map(lambda t: t + 1 if t.is_floating_point() else t, server)
     first, other = (method.contribution(upload, client, state) for state in (server, moved))
     if not tree.equal(_plain(first), _plain(other)):
         raise TaskError(
             f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
             "not know; set run.secure.on = false"
+        )
+
+
+def check_reads_no_examples(method: AnyMethod, like: Any, server: Any, view: ServerView) -> None:
+    """Check that a server's update can be made without the clients' numbers of examples, which stay with them.
+
+    The updates by one total are compared for two lists of numbers.
+
+    Args:
+        method: of the run.
+        like: a contribution of zeros.
+        server: state of the server.
+        view: with all clients as those that replied.
+
+    Raises:
+        TaskError: if they differ.
+    """
+    total = map_leaves(lambda _, leaf: tree.map(torch.ones_like, leaf.value), like)
+    views = [
+        replace(view, replied=[replace(c, examples=n * (i + 1)) for i, c in enumerate(view.replied)])
+        for n in (1, 7)
+    ]
+    views.append(replace(view, replied=[replace(c, examples=1) for c in view.replied]))
+    first, *others = (method.server_update(server, total, one) for one in views)
+    if not all(tree.equal(first, other) for other in others):
+        raise TaskError(
+            f"run.secure: the server of {method.title} computes with each client's number of examples, which clients do "
+            "not tell it under secure sums; set run.secure.on = false"
         )
 
 

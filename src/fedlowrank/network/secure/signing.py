@@ -10,9 +10,8 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-from ...core.errors import ConfigError
+from ..enrollment.roster import KeyRoster, parse_public_key
 
 _ALGORITHM = ec.ECDSA(hashes.SHA384())
 
@@ -48,22 +47,14 @@ class MemberKeys:
         self._keys = dict(keys)
 
     @classmethod
-    def read(cls, keys: Mapping[int, bytes]) -> MemberKeys:
-        """Make a roster of public keys in OpenSSH's format.
+    def read(cls, keys: Mapping[int, str]) -> MemberKeys:
+        """Read public keys in OpenSSH's format; raises ConfigError if one cannot be read."""
+        return cls({c: parse_public_key(text, f"the key of client {c}") for c, text in keys.items()})
 
-        Raises:
-            ConfigError: if a key cannot be read.
-        """
-        found = {}
-        for client, text in keys.items():
-            try:
-                key = load_ssh_public_key(text)
-            except ValueError as error:
-                raise ConfigError(f"the public key of client {client} cannot be read: {error}") from error
-            if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise ConfigError(f"the public key of client {client} is not one of an elliptic curve")
-            found[client] = key
-        return cls(found)
+    @classmethod
+    def of(cls, roster: KeyRoster) -> MemberKeys:
+        """The keys of a roster that have not expired."""
+        return cls.read({c: entry.key for c, entry in roster.clients.items() if not entry.has_expired()})
 
     def __contains__(self, client: object) -> bool:
         """Whether a client has a key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -20,6 +20,7 @@ class SiteSettings:
         runs: number of runs that this folder may take part in, each with a bounded number of evaluations and
             trainings, see :mod:`.allowance`; 0 for any number without bounds.
         max_download: bytes that a download may have; 0 for a bound that follows from the model.
+        roster: public key of every client in OpenSSH's format, for secure sums.
     """
 
     order_key: str = ""
@@ -27,6 +28,7 @@ class SiteSettings:
     send_errors: bool = False
     runs: int = 1
     max_download: int = 0
+    roster: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def simulated(cls) -> SiteSettings:

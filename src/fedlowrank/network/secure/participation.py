@@ -1,0 +1,155 @@
+"""A client's part in the secure sums of a run: one vector a round, and no round twice.
+
+A server that goes back to an earlier checkpoint, or that asks again without one client, would get two totals whose
+difference is that client's contribution. So a client masks one vector a round number for ever, whatever became
+of it: a round that is repeated is lost. The record is on the disk before the vector leaves:
+
+FOLDER/RUN/masked.json    the last round, counted from 1, in which the client masked a vector
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import CheckpointError
+from ...simulation.digest import read_sealed, write_sealed
+from ...trust.settings import SecureSums
+from ..messages import Order, RefusedOrderError
+from .contributions import grid_of, vector_of
+from .leader import as_bytes
+from .member import Announcement, SecureSumError, SumMember
+from .signing import MemberKeys, MemberSigner, Session
+
+RECORD = "masked.json"
+
+
+def pack(values: Any) -> str:
+    """Bytes, or several of them, as text."""
+    return values.hex() if isinstance(values, bytes) else ".".join(v.hex() for v in values)
+
+
+def unpack(text: str) -> list[bytes]:
+    """Inverse of :func:`pack`; raises SecureSumError for any other text."""
+    try:
+        return [bytes.fromhex(part) for part in text.split(".")]
+    except ValueError as error:
+        raise SecureSumError("a part of a secure sum's message cannot be read") from error
+
+
+def unpack_announcement(text: str) -> Announcement:
+    """Keys, commitment and signature; raises SecureSumError if there are not four."""
+    parts = unpack(text)
+    if len(parts) != 4:
+        raise SecureSumError("an announcement does not have four parts")
+    return parts[0], parts[1], parts[2], parts[3]
+
+
+def by_client(parcel: dict[str, str]) -> dict[int, str]:
+    """A parcel by the numbers of clients; raises SecureSumError if a key is none."""
+    if not all(key.isdecimal() and len(key) < 4 for key in parcel):
+        raise SecureSumError("a part of a secure sum's message names no client")
+    return {int(key): text for key, text in parcel.items()}
+
+
+class Participation:
+    """One client in the secure sums of its runs.
+
+    Args:
+        client: its number.
+        clients: how many there are in all.
+        folder: of the client.
+        keys: public keys of all clients.
+        signer: its private key.
+        settings: of the sums.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        clients: int,
+        folder: Path,
+        keys: MemberKeys,
+        signer: MemberSigner,
+        settings: SecureSums,
+    ) -> None:
+        self._client, self._clients, self._folder = client, clients, folder
+        self._keys, self._signer, self._grid = keys, signer, grid_of(settings, clients)
+        self._member: SumMember | None = None
+
+    def step(self, order: Order) -> dict[str, str]:
+        """Take a step other than masking; returns what is sent.
+
+        Raises:
+            RefusedOrderError: if the client does not take it.
+        """
+        try:
+            return self._step(order)
+        except SecureSumError as error:
+            self._member = None
+            raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
+
+    def require(self, order: Order) -> None:
+        """Refuse to train for a sum in which this client takes no part; raises RefusedOrderError."""
+        try:
+            self._of(order)
+            self._refuse_twice(order)
+        except SecureSumError as error:
+            raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
+
+    def mask(self, order: Order, contribution: Callable[[], Any]) -> bytes:
+        """Mask what the client contributes to the round.
+
+        Args:
+            order: with the encrypted shares of the others.
+            contribution: makes the contribution.
+
+        Raises:
+            RefusedOrderError: if the client masks no vector in this round.
+            CheckpointError: if the disk is full; nothing was masked then.
+        """
+        try:
+            boxes = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
+            member = self._of(order)
+            path = self._folder / order.run
+            path.mkdir(exist_ok=True)
+            write_sealed(path / RECORD, {"round": order.round + 1})
+            return as_bytes(member.mask(vector_of(contribution(), self._grid), boxes))
+        except SecureSumError as error:
+            self._member = None
+            raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
+
+    def _step(self, order: Order) -> dict[str, str]:
+        if order.step == "announce":
+            self._refuse_twice(order)
+            session = Session(order.run, order.branch, order.round)
+            self._member = SumMember(self._client, self._clients, session, self._keys, self._signer)
+            return {str(self._client): pack(self._member.announce())}
+        member = self._of(order)
+        if order.step == "share":
+            announced = {c: unpack_announcement(text) for c, text in by_client(order.parcel).items()}
+            return {str(c): pack(box) for c, box in member.share(announced).items()}
+        if order.step == "agree":
+            return {str(self._client): pack(member.agree(list(by_client(order.parcel))))}
+        signatures = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
+        return {str(c): pack(share) for c, share in member.reveal(signatures).items()}
+
+    def _of(self, order: Order) -> SumMember:
+        """The member of this round; SecureSumError if its secrets are gone, as after a restart."""
+        session = Session(order.run, order.branch, order.round)
+        if self._member is None or self._member.session != session:
+            raise SecureSumError("this client takes no part: it was started again, or left out before")
+        return self._member
+
+    def _refuse_twice(self, order: Order) -> None:
+        path = self._folder / order.run / RECORD
+        if not path.exists():
+            return
+        last = read_sealed(path).get("round")
+        if type(last) is not int:
+            raise CheckpointError(f"{path} is damaged: it has no round")
+        if order.round + 1 <= last:
+            raise SecureSumError(
+                f"this client has masked a vector in round {last}, and masks none of that round or an earlier one again"
+            )

@@ -1,0 +1,208 @@
+"""The rounds of a server that learns totals only: five exchanges with the clients instead of one.
+
+Keys, shares, the training with the masked vectors, signatures of the list of those that replied, and shares to
+remove the masks; see :mod:`.member`. A client that disappears is left out from then on; where too few are left,
+the round gives nothing, and nothing of it is revealed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...core.contribution import Aggregator
+from ...core.errors import ConfigError
+from ...engines.base import ClientJob, ClientResult
+from ...training.trainer import Meter
+from ...trust.secure_sums import FixedPoint, Vector
+from ..messages import Answer, Step
+from .contributions import size_of
+from .leader import SumLeader, from_bytes
+from .member import MAX_CLIENTS, SecureSumError
+from .participation import by_client, pack, unpack, unpack_announcement
+from .signing import MemberKeys, Session
+
+logger = logging.getLogger(__name__)
+
+
+class StepEngine(Protocol):
+    """What a secure sum needs of a network engine."""
+
+    def take_step(
+        self, step: Step, parcels: Mapping[int, dict[str, str]], round: int
+    ) -> Iterator[tuple[int, Answer | str]]:
+        """Send a step to clients; the answer of each, or why there is none."""
+        ...
+
+    def train_masked(
+        self, jobs: Sequence[ClientJob], parcels: Mapping[int, dict[str, str]], round: int
+    ) -> Mapping[int, ClientResult]:
+        """Send the orders of the round with the clients' parcels; the result of each."""
+        ...
+
+
+class SecureRounds:
+    """The secure sums of a run.
+
+    Args:
+        clients: how many there are in all.
+        keys: their public keys.
+        grid: of the numbers that are added.
+        like: a contribution of zeros.
+
+    Attributes:
+        size: numbers in a vector.
+        total: of the last round; None if it gave nothing.
+        contributed: clients whose contributions are in it.
+        reason: why the last round gave nothing.
+
+    Raises:
+        ConfigError: if there are too many clients, or too few.
+    """
+
+    def __init__(self, clients: int, keys: MemberKeys, grid: FixedPoint, like: Any) -> None:
+        if not 3 <= clients <= MAX_CLIENTS:
+            raise ConfigError(
+                f"run.secure: over a network, secure sums are for 3 to {MAX_CLIENTS} clients; there are {clients}"
+            )
+        if missing := [c for c in range(clients) if c not in keys]:
+            raise ConfigError(
+                f"run.secure: the roster has no key of client {', '.join(map(str, missing))}; enter all clients by "
+                "`fedlowrank keys`, and give every site the roster"
+            )
+        self._clients, self._keys, self._grid, self._like = clients, keys, grid, like
+        self.size = size_of(like)
+        self.total: Any = None
+        self.contributed: list[int] = []
+        self.reason = ""
+        self._leader: SumLeader | None = None
+        self._lost: dict[int, str] = {}
+
+    def run(
+        self, engine: StepEngine, jobs: Sequence[ClientJob], run: str, branch: int, round: int
+    ) -> Iterator[ClientResult]:
+        """Yield the result of each job; the total is known by then."""
+        self.total, self.contributed, self.reason, self._lost = None, [], "", {}
+        leader = self._leader = SumLeader(self._clients, Session(run, branch, round), self._keys)
+        results: dict[int, ClientResult] = {}
+        try:
+            vector = self._sum(engine, leader, jobs, round, results)
+            self.total, self.contributed = self._grid.decode(vector, self._like), sorted(leader.replied)
+        except SecureSumError as error:
+            self.reason = f"this round's secure sum is lost: {error}"
+            logger.info("round %d: %s", round + 1, self.reason)
+        self._leader = None
+        # what is sent is 8 bytes a number
+        sent = torch.zeros((), dtype=torch.int64).expand(self.size)
+        for job in jobs:
+            client = job.client.id
+            if client in self.contributed:
+                yield dataclasses.replace(results[client], upload=sent)
+            else:
+                why = self._lost.get(client) or self.reason
+                found = results.get(client, ClientResult(None, None, Meter()))
+                yield dataclasses.replace(found, state=None, upload=None, lost=found.lost or why)
+
+    def add(self, client: int, masked: bytes) -> None:
+        """Take the masked vector of a client; raises SecureSumError if it cannot be used."""
+        assert self._leader is not None, "vectors arrive while a round runs"
+        vector = from_bytes(masked)
+        if vector.size != self.size:
+            raise SecureSumError(f"its vector has {vector.size} numbers, and {self.size} are contributed")
+        self._leader.add(client, vector)
+
+    def _sum(
+        self,
+        engine: StepEngine,
+        leader: SumLeader,
+        jobs: Sequence[ClientJob],
+        round: int,
+        results: dict[int, ClientResult],
+    ) -> Vector:
+        self._step(engine, "announce", {j.client.id: {} for j in jobs}, round, self._announced)
+        leader.check(len(leader.announced), "announced keys")
+        keys = {str(c): pack(announcement) for c, announcement in sorted(leader.announced.items())}
+        self._step(engine, "share", dict.fromkeys(leader.announced, keys), round, self._shared)
+        leader.check(len(leader.sharers), "shared their secrets")
+        boxes = {
+            c: {str(sender): pack(box) for sender, box in leader.boxes_for(c).items()} for c in leader.sharers
+        }
+        results |= engine.train_masked([j for j in jobs if j.client.id in boxes], boxes, round)
+        leader.check(len(leader.replied), "sent their vectors")
+        names = {str(c): "" for c in sorted(leader.replied)}
+        self._step(engine, "agree", dict.fromkeys(leader.replied, names), round, self._agreed)
+        leader.check(len(leader.signatures), "signed who had replied")
+        signed = {str(c): pack(signature) for c, signature in sorted(leader.signatures.items())}
+        self._step(engine, "reveal", dict.fromkeys(leader.signatures, signed), round, self._revealed)
+        return leader.total()
+
+    def _step(
+        self,
+        engine: StepEngine,
+        step: Step,
+        parcels: Mapping[int, dict[str, str]],
+        round: int,
+        take: Callable[[int, dict[int, str]], None],
+    ) -> None:
+        """Take one step with the clients; those without an answer that can be used are left out."""
+        for client, answer in engine.take_step(step, parcels, round):
+            why = answer if isinstance(answer, str) else answer.problem
+            if isinstance(answer, Answer) and not why:
+                try:
+                    take(client, by_client(answer.parcel))
+                except SecureSumError as error:
+                    why = str(error)
+            if why:
+                self._lost[client] = f"client {client}, step {step} of the secure sum: {why}"
+                logger.info(self._lost[client])
+
+    def _announced(self, client: int, parcel: dict[int, str]) -> None:
+        self._server().announce(client, unpack_announcement(_only(parcel, client)))
+
+    def _shared(self, client: int, parcel: dict[int, str]) -> None:
+        self._server().share(client, {c: unpack(text)[0] for c, text in parcel.items()})
+
+    def _agreed(self, client: int, parcel: dict[int, str]) -> None:
+        self._server().agree(client, unpack(_only(parcel, client))[0])
+
+    def _revealed(self, client: int, parcel: dict[int, str]) -> None:
+        self._server().reveal(client, {c: unpack(text)[0] for c, text in parcel.items()})
+
+    def _server(self) -> SumLeader:
+        assert self._leader is not None, "steps belong to a round"
+        return self._leader
+
+
+def _only(parcel: dict[int, str], client: int) -> str:
+    if parcel.keys() != {client}:
+        raise SecureSumError("it sent parts of others")
+    return parcel[client]
+
+
+class SecureTotal(Aggregator):
+    """Gives the total of a secure sum, which the engine has computed, instead of adding contributions.
+
+    Args:
+        clients: of the round.
+        rounds: that compute the total.
+    """
+
+    def __init__(self, clients: Sequence[int], rounds: SecureRounds) -> None:
+        super().__init__(clients)
+        self._rounds = rounds
+
+    def add(self, client: int, contribution: Any) -> None:
+        """Note that a client's contribution is in the total."""
+        del contribution
+        self.contributed.append(client)
+
+    def skip(self, client: int) -> None:
+        """A client that is lost is not in the total."""
+
+    def finish(self) -> Any:
+        """The total; None if the round gave nothing."""
+        return self._rounds.total

@@ -1,0 +1,239 @@
+"""Runs whose server learns totals alone: the plain run's results to the grid, whoever is killed at whichever step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.network.account import prepare_resume
+from fedlowrank.network.client import ClientRuntime
+from fedlowrank.network.deploy.keys import ClientKeys, make_keys
+from fedlowrank.network.enrollment.key_request import load_client_key
+from fedlowrank.network.enrollment.roster import ROSTER, KeyRoster
+from fedlowrank.network.messages import Answer, Order, Registration
+from fedlowrank.network.secure.signing import MemberKeys, MemberSigner
+from fedlowrank.network.site.settings import SiteSettings
+from fedlowrank.network.transport import NodeMessage, Response
+from fedlowrank.simulation.result import Result
+from fedlowrank.simulation.run import Run
+
+from .local import Fault, Killed, LocalTransport, intact, local, on_orders, served, small
+
+GRID = {"on": True, "bits": 30, "bound": 8.0}
+
+
+@dataclass
+class Sites(LocalTransport):
+    """Clients whose processes live on between messages, as nodes do; a process that dies loses its secrets.
+
+    Attributes:
+        keys: folder of the federation's keys.
+    """
+
+    keys: Path = field(default_factory=Path)
+    alive: dict[int, ClientRuntime] = field(default_factory=dict)
+
+    def answered(self, message: NodeMessage) -> Response:
+        """See the base class."""
+        node = message.node
+        if node not in self.alive:
+            own = ClientKeys.read(self.keys / f"client-{node - 100}")
+            self.alive[node] = runtime = ClientRuntime(self.folders[node])
+            runtime.signer = MemberSigner(load_client_key(own.key))
+        before, self.running = self.running, node
+        try:
+            header, payload = self.alive[node].reply(message.kind, message.header, message.payload)
+            return Response(node, message.kind, header, payload)
+        except Killed as error:
+            del self.alive[node]
+            return Response(node, message.kind, problem=f"the client's process died: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever a client raises, its node says so
+            return Response(node, message.kind, problem=f"{type(error).__name__}: {error}")
+        finally:
+            self.running = before
+
+
+def sites(made: Any, base: Path, fault: Fault = intact) -> tuple[Sites, MemberKeys]:
+    """Clients with keys, and the public keys of all."""
+    clients, keys = made.partition.clients, base / "keys"
+    make_keys(keys, clients, [])
+    roster = KeyRoster.read(keys / "server" / ROSTER, keys / "server" / "ca.crt")
+    site = dataclasses.replace(
+        SiteSettings.simulated(), roster={str(c): entry.key for c, entry in roster.clients.items()}
+    )
+    carrier = local(made, base, fault, site)
+    return Sites(carrier.folders, fault, keys=keys), MemberKeys.of(roster)
+
+
+def summed(made: Any, base: Path, fault: Fault = intact, **more: Any) -> tuple[Sites, Result]:
+    carrier, keys = sites(made, base, fault)
+    return carrier, served(carrier, made, base / "run", member_keys=keys, **more)
+
+
+def plain(made: Any, losses: list[dict[str, str]]) -> Run:
+    """The run within one process, without secure sums, in which these replies are lost."""
+    open_ = made.overlay({"run": {"secure": {"on": False, "bits": 22, "bound": 8.0}}})
+    run = Run(made.build_method(made.default_method), open_.federation(), open_.run, Sequential())
+    for lost in losses:
+        run.step(losses=lost)
+    return run
+
+
+def close(found: Any, wanted: Any, tolerance: float) -> bool:
+    pairs = zip(tree.tensors(found), tree.tensors(wanted), strict=True)
+    return all(bool(((a - b).abs() <= tolerance * (1 + b.abs())).all()) for a, b in pairs)
+
+
+def secure(method: str, clients: int = 3, rounds: int = 2, **sections: Any) -> Any:
+    run = {"secure": GRID, **sections.pop("run", {})}
+    if method == "fedit":
+        sections["defaults"] = {"tuning": {"rank": 2}}
+    return small(method, clients, rounds, run=run, **sections)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg", "ifca", "fedit", "scaffold", "feddyn", "floral", "fedrep", "pfedlora"],
+)
+def test_the_server_has_the_plain_runs_result_and_learns_nothing_of_a_client(
+    method: str, tmp_path: Path
+) -> None:
+    made = secure(method)
+    carrier, result = summed(made, tmp_path)
+    assert [r.lost for r in result.rounds[1:]] == [{}, {}]
+    assert close(result.run.state.server, plain(made, [{}, {}]).state.server, 1e-4)
+    answers: list[Any] = []
+    for node, runtime in carrier.alive.items():
+        header, _ = runtime.registration()
+        assert (header.examples, header.sizes) == (1, (0, 0))
+        assert Registration.from_json(header.to_json()).client == node - 100
+        answers += map(Answer.from_json, left(carrier.folders[node]))
+    assert all((a.steps, a.flops, a.losses, a.evaluation) == (0, 0, {}, None) for a in answers)
+    assert len(answers) == 3 * (2 * 5 + 1)
+    assert not result.rounds[1].accuracy
+
+
+def left(folder: Path) -> list[str]:
+    lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [e["header"] for e in lines if e["event"] == "left" and e["kind"] == "order"]
+
+
+PRIVATE = {"privacy": {"kind": "central", "noise": 1.0, "delta": 1e-3}, "clipping": {"norm": 1.0}}
+STEPS = ["announce", "share", "mask", "agree", "reveal"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_client_that_dies_at_a_step_costs_its_own_part_at_most(
+    step: str, after: bool, tmp_path: Path
+) -> None:
+    """Killed before it takes the step, or when it has taken it and its reply has left."""
+
+    def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
+        if (t, client, Order.from_json(message.header).step) != (1, 2, step):
+            return None
+        reply = carrier.answered(message) if after else None
+        carrier.alive.pop(message.node, None)
+        return [reply] if reply else []
+
+    made = secure("scaffold", clients=4)
+    carrier, result = summed(made, tmp_path, on_orders(act))
+    place = STEPS.index(step) + after
+    # whose vector arrived is in the sum, whatever became of it then
+    gone = {} if place >= 3 else {"2": "gone"}
+    assert [r.lost.keys() for r in result.rounds[1:]] == [gone.keys(), set()]
+    run = plain(made, [gone, {}])
+    assert close(result.run.state.server, run.state.server, 1e-4)
+    assert carrier.trained.count((2, 0)) == (place >= 3)
+
+
+def test_below_the_threshold_a_round_gives_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
+    def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
+        return [] if t == 2 and client > 1 and Order.from_json(message.header).step == "agree" else None
+
+    made = secure("fedavg", clients=4, rounds=3)
+    _, result = summed(made, tmp_path, on_orders(act))
+    assert [set(r.lost) for r in result.rounds[1:]] == [set(), {"0", "1", "2", "3"}, set()]
+    assert "2 clients signed who had replied, and 3 must" in result.rounds[2].lost["0"]
+    everyone = dict.fromkeys("0123", "gone")
+    assert close(result.run.state.server, plain(made, [{}, everyone, {}]).state.server, 1e-4)
+
+
+def test_no_round_is_summed_twice(tmp_path: Path) -> None:
+    """Two totals of one round, the second without client 1, would differ by what client 1 sent."""
+    made = secure("fedavg", clients=4, rounds=3)
+    carrier, keys = sites(made, tmp_path)
+    first = served(carrier, made, tmp_path / "run", member_keys=keys)
+    assert not first.rounds[2].lost
+    prepare_resume(tmp_path / "run", 1, [1])
+    again = served(carrier, made, tmp_path / "run", member_keys=keys, resume=True)
+    for record in again.rounds[2:]:
+        assert set(record.lost) == {"0", "1", "2", "3"}
+        assert "masks none of that round or an earlier one again" in record.lost["0"] + record.lost["2"]
+    assert [message for message in carrier.trained if message[1] > 0] == [
+        (c, t) for t in (1, 2) for c in range(4)
+    ]
+
+
+def test_a_server_cannot_ask_for_an_update_without_a_mask(tmp_path: Path) -> None:
+    made = secure("fedavg", rounds=2)
+    carrier, keys = sites(made, tmp_path)
+
+    def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
+        order = Order.from_json(message.header)
+        if order.step != "mask" or client:
+            return None
+        bare = dataclasses.replace(message, header=dataclasses.replace(order, step="", parcel={}).to_json())
+        return [carrier.answered(bare)]
+
+    carrier.fault = on_orders(act)
+    result = served(carrier, made, tmp_path / "run", member_keys=keys)
+    assert "an order to train without masking came" in result.rounds[1].lost["0"]
+    assert not any(client == 0 for client, _ in carrier.trained)
+
+
+def test_a_vector_of_another_length_is_refused(tmp_path: Path) -> None:
+    def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
+        if Order.from_json(message.header).step != "mask" or client != 3:
+            return None
+        found = carrier.answered(message)
+        return [dataclasses.replace(found, payload=found.payload[:-8])]
+
+    made = secure("fedavg", clients=4, rounds=1)
+    _, result = summed(made, tmp_path, on_orders(act))
+    assert "numbers, and" in result.rounds[1].lost["3"]
+    assert close(result.run.state.server, plain(made, [{"3": "gone"}]).state.server, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "error", "says"),
+    [
+        ("fedavg", {"clients": 2}, ConfigError, "secure sums are for 3 to 20 clients; there are 2"),
+        ("fedavg", {"run": {"participation": 0.5}}, ConfigError, "set run.participation = 1"),
+        ("fedavg", {"run": PRIVATE}, ConfigError, r"leave out run\.privacy"),
+        ("fd", {}, TaskError, "must see single replies"),
+        ("fedproto", {}, ConfigError, "depends on their data"),
+        ("fednova", {}, TaskError, "computes with each client's number of examples"),
+    ],
+)  # fmt: skip
+def test_what_has_no_secure_sum_is_refused(
+    method: str, changes: Any, error: Any, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        summed(secure(method, **changes), tmp_path)
+
+
+def test_without_a_roster_it_is_refused(tmp_path: Path) -> None:
+    made = secure("fedavg")
+    carrier, _ = sites(made, tmp_path)
+    with pytest.raises(ConfigError, match=r"whose folder has roster\.json"):
+        served(carrier, made, tmp_path / "run")
