@@ -72,7 +72,7 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     assert carrier.trained == [(c, t) for t, clients in enumerate(trained) for c in sorted(clients)]
     # each was asked once who it is, and learns nothing of the others
     assert Counter(p.kind for p in carrier.log) == {"registration": 4, "order": 18}
-    fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch"}
+    fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch", "step", "parcel"}
     assert all(json.loads(p.header).keys() == fields for p in carrier.log if p.kind == "order")
     assert carrier.clock.now == 0
     assert logged(caplog, "replies") == 4
