@@ -159,7 +159,8 @@ def test_noise_without_a_budget_is_never_refused(tmp_path: Path) -> None:
     order = Order(result.run.engine.account.run, 1, 1, True, False, branch=2)  # type: ignore[attr-defined]
     answer, payload = _runtime(carrier.folders[100]).answer(order, down)
     assert not payload
-    assert "privacy.jsonl lacks round 2" in answer.problem
+    assert "CheckpointError, incident" in answer.problem
+    assert "privacy.jsonl lacks round 2" in (carrier.folders[100] / "audit.jsonl").read_text()
 
 
 @pytest.mark.few(1)

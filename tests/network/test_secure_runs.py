@@ -127,7 +127,6 @@ def left(folder: Path) -> list[str]:
     return [e["header"] for e in lines if e["event"] == "left" and e["kind"] == "order"]
 
 
-PRIVATE = {"privacy": {"kind": "central", "noise": 1.0, "delta": 1e-3}, "clipping": {"norm": 1.0}}
 STEPS = ["announce", "share", "mask", "agree", "reveal"]
 
 
@@ -219,7 +218,6 @@ def test_a_vector_of_another_length_is_refused(tmp_path: Path) -> None:
     [
         ("fedavg", {"clients": 2}, ConfigError, "secure sums are for 3 to 20 clients; there are 2"),
         ("fedavg", {"run": {"participation": 0.5}}, ConfigError, "set run.participation = 1"),
-        ("fedavg", {"run": PRIVATE}, ConfigError, r"leave out run\.privacy"),
         ("fd", {}, TaskError, "must see single replies"),
         ("fedproto", {}, ConfigError, "depends on their data"),
         ("fednova", {}, TaskError, "computes with each client's number of examples"),

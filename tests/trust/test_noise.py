@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
-from fedlowrank.trust.noise import Source, gaussian
+from fedlowrank.trust.noise import Source, discrete_gaussian, gaussian
 
 KEY = Key((11,)) / "noise" / 3
 SOURCES = pytest.mark.parametrize("source", [KEY, "system"])
@@ -111,3 +111,30 @@ def test_wrong_tensors_and_sources() -> None:
         gaussian({"n": torch.empty(2, dtype=torch.int64)}, 1.0, KEY)
     with pytest.raises(ConfigError, match="a key or 'system'"):
         gaussian({"w": torch.empty(2)}, 1.0, "seeded")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("std", [1.0, 1.5, 3.7])
+def test_the_probabilities_are_those_of_the_discrete_gaussian(std: float) -> None:
+    count, k = 200_000, np.arange(-8, 9)
+    drawn = discrete_gaussian(count, std)
+    weights = np.exp(-(np.arange(-400, 401) ** 2) / (2 * std * std))
+    inside = np.exp(-(k**2) / (2 * std * std)) / weights.sum()
+    seen = np.array([(drawn == i).sum() for i in k])
+    expected = np.append(inside, 1 - inside.sum()) * count
+    keep = expected > 5
+    observed = np.append(seen, count - seen.sum())
+    statistic = ((observed - expected)[keep] ** 2 / expected[keep]).sum()
+    # fails one time in 10⁸
+    assert statistic < stats.chi2.isf(1e-8, keep.sum())
+
+
+def test_large_discrete_noise_is_normal_and_drawn_afresh() -> None:
+    first, other = (discrete_gaussian(100_000, 3e7) for _ in range(2))
+    assert stats.kstest(first / 3e7, "norm").pvalue > 1e-8
+    assert abs(np.corrcoef(first, other)[0, 1]) < 6 / math.sqrt(100_000)
+
+
+@pytest.mark.parametrize("std", [0.5, math.nan, math.inf])
+def test_discrete_noise_needs_a_standard_deviation(std: float) -> None:
+    with pytest.raises(ConfigError, match="on integers must be at least 1"):
+        discrete_gaussian(3, std)

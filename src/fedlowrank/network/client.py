@@ -49,7 +49,8 @@ from ..trust.protection import protect
 from ..trust.site_ledger import SiteLedger, SiteRun
 from .client_memory import ClientMemory, ForgottenError
 from .messages import Answer, Order, RefusedOrderError, Registration, RegistrationRequest, sections
-from .secure.contributions import check_reads_no_state
+from .secure.contributions import check_reads_no_state, contribution_of, grid_of, vector_of
+from .secure.distributed_noise import DistributedNoise, describe_collusion
 from .secure.participation import Participation
 from .secure.signing import MemberKeys, MemberSigner
 from .site.allowance import Allowance, Asked, most_trainings
@@ -281,7 +282,7 @@ class ClientRuntime:
         method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
         check_parts(method, self.federation, run.micro_batch)
         method = average_statistics(method, task, run)
-        return protect(method, task, run.trust, self.budget, expected=draws.expected, system=True)
+        return protect(method, task, run.trust, self.budget, expected=draws.expected, deployed=True)
 
     @cached_property
     def max_download(self) -> int:
@@ -460,7 +461,9 @@ class ClientRuntime:
                 losses = coarsen_losses(losses, len(self.data.train))
             reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
         # a method whose clients send nothing replies all the same
-        upload = tree.encode(outcome.upload) if not self.is_secure else self._mask(order, outcome.upload)
+        upload = (
+            tree.encode(outcome.upload) if not self.is_secure else self._mask(order, outcome.upload, down)
+        )
         memory.propose(
             order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
         )
@@ -476,15 +479,28 @@ class ClientRuntime:
                 "secure sums need the keys of all clients, and this client has none: start it with --keys"
             )
         keys = MemberKeys.read({int(client): key for client, key in self.site.roster.items()})
-        return Participation(self.client, self.clients, self.folder, keys, self.signer, self.made.run.secure)
+        return Participation(self.client, self.clients, self.folder, keys, self.signer)
 
-    def _mask(self, order: Order, upload: Any) -> bytes:
+    @cached_property
+    def _own_noise(self) -> DistributedNoise | None:
+        """The client's part of the noise on a secure sum; None without central privacy."""
+        if self.budget is None or self.budget.is_local:
+            return None
+        logger.info(describe_collusion(self.budget, self.clients))
+        norm = float(self.made.run.clipping.norm or 0.0)
+        return DistributedNoise(
+            norm, self.budget.noise, self.clients, grid_of(self.made.run.secure, self.clients)
+        )
+
+    def _mask(self, order: Order, upload: Any, down: Any) -> bytes:
         """The masked contribution of an upload."""
         task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
         # what a contribution needs of the server's state is its form, see `check_reads_no_state`
         server = self.method.server_init(task)
-        check_reads_no_state(self.method, upload, info, server)
-        return self._participation.mask(order, lambda: self.method.contribution(upload, info, server))
+        check_reads_no_state(self.method, upload, down, info, server)
+        contribution = contribution_of(self.method, upload, down, info, server)
+        grid = grid_of(self.made.run.secure, self.clients)
+        return self._participation.mask(order, lambda: vector_of(contribution, grid, self._own_noise))
 
     def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""

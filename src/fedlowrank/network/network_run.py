@@ -21,7 +21,14 @@ from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run
 from ..simulation.settings import RunSettings
-from .secure.contributions import check_reads_no_examples, check_reads_no_state, form_of, grid_of
+from .secure.contributions import (
+    check_reads_no_examples,
+    check_reads_no_state,
+    form_of,
+    grid_of,
+    size_of,
+)
+from .secure.distributed_noise import DistributedNoise, check_settings, describe_collusion
 from .secure.rounds import SecureRounds, SecureTotal
 from .server import NetworkEngine
 from .validation.uploads import (
@@ -98,20 +105,28 @@ class NetworkRun(Run):
                 "run.secure: over a network all clients take part in every round; set run.participation = 1 and "
                 "leave out run.unseen"
             )
-        if settings.privacy.kind != "none":
+        if settings.privacy.kind == "central":
+            check_settings(settings.trust)
+        if settings.compression.uplink:
             raise ConfigError(
-                "run.secure: over a network it has no privacy budget yet; leave out run.privacy or run.secure"
+                "run.compression: masked numbers cannot be compressed; leave out run.compression or run.secure"
             )
         if settings.patience is not None:
             raise ConfigError("run.patience: under secure sums clients send no evaluations; leave it out")
         info, server = self.federation.infos[0], self.state.server
-        template = self.engine.templates.of(info, self.method.download(server, info))
+        down = self.method.download(server, info)
+        template = self.engine.templates.of(info, down)
         like = form_of(self.method, template.form, info, server)
-        check_reads_no_state(self.method, template.form, info, server)
+        check_reads_no_state(self.method, template.form, down, info, server)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
-        clients = len(infos)
-        return SecureRounds(clients, keys, grid_of(settings.secure, clients), like)
+        clients, grid = len(infos), grid_of(settings.secure, len(infos))
+        if self.budget is not None and not self.budget.is_local:
+            DistributedNoise(float(settings.clipping.norm or 0.0), self.budget.noise, clients, grid).check(
+                size_of(like)
+            )
+            logger.info(describe_collusion(self.budget, clients))
+        return SecureRounds(clients, keys, grid, like)
 
     def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
         """See the base class; under secure sums the engine has the total."""

@@ -145,7 +145,7 @@ class Run:
         chosen = engine.settle(method, self.federation, count, plan.engine)
         self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, chosen)
         self.method = protect(
-            method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed
+            method, self.task, self.trust, self.budget, expected=draws.expected, deployed=self.is_deployed
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
         if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):

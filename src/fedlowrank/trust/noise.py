@@ -1,4 +1,4 @@
-"""Gaussian noise of differential privacy, from a named key or from the operating system."""
+"""Gaussian noise of differential privacy, from a named key or from the operating system; on integers, for secure sums."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.key import Key
+from .secure_sums import expand
 
 Source = Key | Literal["system"]
 
@@ -58,3 +60,44 @@ def _generator(source: Source, name: str) -> np.random.Generator:
     # the pool holds 4 words of 32 bits by default, which would halve the entropy
     seed = np.random.SeedSequence(int.from_bytes(os.urandom(32), "little"), pool_size=8)
     return np.random.Generator(np.random.PCG64(seed))
+
+
+def discrete_gaussian(size: int, std: float) -> NDArray[np.int64]:
+    """Draw independent integers x with probabilities proportional to exp(-x²/2 std²): Canonne et al. 2020, Algorithm 3.
+
+    Discrete Laplace numbers, of which some are rejected. All randomness is a key stream of AES-256 under 256 bits
+    of ``os.urandom``. Probabilities are computed in float64, so that each number's differ from the exact ones by a
+    relative 1e-15; OpenDP's exact sampler takes 17 s for a million numbers, and this one a fraction of a second.
+
+    Args:
+        size: how many.
+        std: standard deviation, at least 1.
+
+    Returns:
+        Integers ``[size]``.
+
+    Raises:
+        ConfigError: if ``std`` is below 1 or not finite.
+    """
+    if not (math.isfinite(std) and 1 <= std < 2**48):
+        raise ConfigError(
+            f"noise: the standard deviation on integers must be at least 1 and below 2^48; it is {std}"
+        )
+    scale, drawn, count = math.floor(std) + 1, np.empty(size, dtype=np.int64), 0
+    while count < size:
+        # about three quarters are accepted
+        tries = 16 + (size - count) * 3 // 2
+        words = expand(os.urandom(32), 3 * tries).reshape(3, tries)
+        # uniform in (0, 1), of 52 bits
+        magnitude, accept = (
+            ((row >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52 for row in words[:2]
+        )
+        laplace = np.floor(-scale * np.log(magnitude))
+        negative = (words[2] & np.uint64(1)).astype(bool)
+        keep = accept < np.exp(-((laplace - std * std / scale) ** 2) / (2 * std * std))
+        # zero has one sign, or it would count twice
+        keep &= ~(negative & (laplace == 0))
+        found = np.where(negative, -laplace, laplace)[keep].astype(np.int64)[: size - count]
+        drawn[count : count + len(found)] = found
+        count += len(found)
+    return drawn

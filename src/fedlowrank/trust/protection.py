@@ -7,9 +7,10 @@
 runs treat it like any method: what it keeps of a client, such as the error feedback, is committed with the
 client's state, and bytes are those of its messages.
 
-Central differential privacy adds noise to a *sum*. What a client contributes is therefore the difference of
-the contributions of its upload and of the reference, every client with weight 1; the server bounds its norm
-once more, adds up, adds noise, and divides by the expected number of clients, not by that of those that came.
+Central differential privacy adds noise to a *sum*: the server's noise, or under secure sums over a network the clients'
+(:mod:`fedlowrank.network.secure.distributed_noise`). What a client contributes is therefore the difference of the
+contributions of its upload and of the reference, every client with weight 1; its norm is bounded once more, and the noised
+sum is divided by the expected number of clients, not by that of those that came.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         noise: σ; 0 for none.
         expected: clients that are expected in a round, qN.
         system: noise comes from the operating system, and not from the seed of the run.
+        distributed: under central privacy the clients have added the noise, each a part, before they are summed.
         initial: parameters of each architecture, which tell the shapes of weights that are sent as factors.
     """
 
@@ -114,6 +116,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     noise: float = field(kw_only=True, default=0.0)
     expected: float = field(kw_only=True, default=1.0)
     system: bool = field(kw_only=True, default=False)
+    distributed: bool = field(kw_only=True, default=False)
 
     title = "Protected"
     """Of the class alone; an object has that of the method."""
@@ -235,11 +238,12 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
     def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> Any:
         """The method's; with central noise, what it adds to that of the reference."""
         upload = self.decode(upload, client, server)
-        # a client's number of examples is data, so under privacy no weight depends on it
-        client = client if self.trust.privacy.kind == "none" else _unweighted(client)
         if self.is_central:
-            found: Any = {"sum": Sum(self._change(upload.rest, client, server))}
+            down = self.inner.download(server.inner, client)
+            found: Any = {"sum": Sum(self.change(upload, Download(down, None), client, server))}
         else:
+            # a client's number of examples is data, so under privacy no weight depends on it
+            client = client if self.trust.privacy.kind == "none" else _unweighted(client)
             found = self.inner.contribution(upload.rest, client, server.inner)
         if upload.within is None:
             return found
@@ -248,23 +252,33 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         count = Sum(torch.ones_like(within), counts=True)
         return {"method": found, "within": Sum(within, counts=True), "count": count}
 
-    def _change(self, upload: Any, client: ClientInfo, server: ServerState) -> Params:
-        """What an upload adds to the contribution of the reference, its norm at most the clipping norm."""
-        base = dict(_numbers(self._base(client, server)))
-        mine = dict(_numbers(self.inner.contribution(upload, client, server.inner)))
+    def change(self, upload: Upload, down: Download, client: ClientInfo, server: ServerState) -> Params:
+        """What an upload adds to the contribution of the reference, its norm at most the clipping norm.
+
+        Args:
+            upload: decoded.
+            down: what the client was sent.
+            client: any.
+            server: state of the server; where clients compute this, its first one.
+
+        Returns:
+            Float64 tensors by their paths in the contribution, of the joint norm at most C.
+        """
+        client = _unweighted(client)
+        base = dict(_numbers(self._base(down.message, client, server)))
+        mine = dict(_numbers(self.inner.contribution(upload.rest, client, server.inner)))
         change = {path: mine[path].double() - t.double() for path, t in base.items()}
         size = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
         return {path: t * min(1.0, server.clip / size) if size else t for path, t in change.items()}
 
-    def _base(self, client: ClientInfo, server: ServerState) -> Any:
+    def _base(self, message: Any, client: ClientInfo, server: ServerState) -> Any:
         """The contribution of the reference: of a client that has learnt nothing."""
-        reference = self._reference(self.inner.download(server.inner, client), client)
-        return self.inner.contribution(reference, _unweighted(client), server.inner)
+        return self.inner.contribution(self._reference(message, client), _unweighted(client), server.inner)
 
     def without_replies(self, server: ServerState) -> Any:
-        """With central noise, an empty sum: a round without clients releases noise, too."""
+        """With the server's own noise, an empty sum: a round without clients releases noise, too."""
         del server
-        if not self.is_central:
+        if not self.is_central or self.distributed:
             return None
         zero = torch.zeros(1, dtype=torch.float64)
         empty: Any = {"sum": {}}
@@ -302,9 +316,11 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def _noised(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
         """The total of the method: the reference's contribution, plus noised sum over expected number."""
-        base = self._base(view.task.clients[0], server)
+        first = view.task.clients[0]
+        base = self._base(self.inner.download(server.inner, first), first, server)
         zeros = {path: torch.zeros_like(t, dtype=torch.float64) for path, t in _numbers(base)}
-        drawn = gaussian(zeros, noise * server.clip, self._source(view.key))
+        std = 0.0 if self.distributed else noise * server.clip
+        drawn = gaussian(zeros, std, self._source(view.key))
         noised = {path: changes.get(path, zero) + drawn[path] for path, zero in zeros.items()}
 
         def total(path: str, leaf: Any) -> Any:
@@ -335,7 +351,13 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
 
 def protect(
-    method: AnyMethod, task: Task, trust: Trust, budget: Budget | None, *, expected: float, system: bool
+    method: AnyMethod,
+    task: Task,
+    trust: Trust,
+    budget: Budget | None,
+    *,
+    expected: float,
+    deployed: bool,
 ) -> AnyMethod:
     """A method whose updates are protected as the settings say; the method itself where they say nothing.
 
@@ -345,7 +367,8 @@ def protect(
         trust: the settings.
         budget: of privacy, or None for none.
         expected: clients that are expected in a round, qN.
-        system: noise comes from the operating system: others could know the seed of a run.
+        deployed: over a network, where noise comes from the operating system, since others could know the seed of
+            a run, and where under secure sums the clients add the noise of central privacy.
 
     Raises:
         TaskError: if something cannot be done with the method's updates, with the reason.
@@ -368,7 +391,13 @@ def protect(
         split_noise(noise, default_count_noise(expected))
     initial = {name: model.initial for name, model in task.architectures.items()}
     protected = Protected(
-        inner=method, trust=trust, noise=noise, expected=expected, system=system, initial=initial
+        inner=method,
+        trust=trust,
+        noise=noise,
+        expected=expected,
+        system=deployed,
+        distributed=deployed and trust.secure.on and privacy == "central",
+        initial=initial,
     )
     if stages:
         _warn_of_growth(method, protected, task, trust.compression.uplink)

@@ -95,15 +95,26 @@ class FixedPoint:
         if not 0 < largest_weight < math.inf:
             raise ConfigError(f"the largest weight of a secure sum is above 0; this one is {largest_weight}")
         levels = 2 ** min(32, 63 - settings.bits - clients.bit_length()) - 1
-        self.bound, self.step = settings.bound, settings.bound / (2 ** (settings.bits - 1) - 1)
+        self.bound: float = settings.bound
+        self.step: float = settings.bound / (2 ** (settings.bits - 1) - 1)
         self.largest_weight, self.unit = largest_weight, 2.0 ** math.ceil(math.log2(largest_weight / levels))
+
+    @property
+    def sum_step(self) -> float:
+        """The step of a value that is summed without a weight."""
+        return self.step * self.unit
+
+    @property
+    def largest_sum(self) -> float:
+        """Values that are summed without a weight are clipped to ± this."""
+        return self.bound * self.largest_weight
 
     def encode(self, aligned: Iterable[tuple[Mean | Sum, list[Tensor]]]) -> tuple[Vector, int]:
         """The vector (a mean's weight comes before its values), and how many numbers were clipped."""
         parts, clipped = [torch.empty(0, dtype=torch.int64)], 0
         for leaf, tensors in aligned:
             # what a client sums it has multiplied by its weight itself
-            weight, limit, step = 1, self.bound * self.largest_weight, self.step * self.unit
+            weight, limit, step = 1, self.largest_sum, self.sum_step
             if isinstance(leaf, Mean):
                 weight = round(min(leaf.weight, self.largest_weight) / self.unit)
                 limit, step = self.bound, self.step
@@ -121,7 +132,7 @@ class FixedPoint:
         """The total, its tensors as in ``like`` by type, shape and device; None for a mean without weight."""
         numbers, totals = torch.from_numpy(vector.view(np.int64)), dict[str, Any]()
         for path, leaf in leaves(like):
-            weight, step, values = 1, self.step * self.unit, []
+            weight, step, values = 1, self.sum_step, []
             if isinstance(leaf, Mean):
                 weight, step, numbers = int(numbers[0]), self.step, numbers[1:]
             for t in tree.tensors(leaf.value):

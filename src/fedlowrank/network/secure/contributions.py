@@ -11,8 +11,10 @@ from ...core import tree
 from ...core.contribution import Sum, leaves, map_leaves
 from ...core.errors import ConfigError, TaskError
 from ...core.method import ClientInfo, Method, ServerView
+from ...trust.protection import Protected
 from ...trust.secure_sums import FixedPoint, Vector, align
 from ...trust.settings import SecureSums
+from .distributed_noise import DistributedNoise
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -25,13 +27,36 @@ def grid_of(settings: SecureSums, clients: int) -> FixedPoint:
     return FixedPoint(settings, clients, LARGEST_WEIGHT)
 
 
-def vector_of(contribution: Any, grid: FixedPoint) -> Vector:
+def vector_of(contribution: Any, grid: FixedPoint, noise: DistributedNoise | None) -> Vector:
     """A client's contribution as a vector ``[size]``, values clipped to ±bound and rounded to the grid.
+
+    Args:
+        contribution: as :func:`contribution_of` makes it.
+        grid: of the numbers.
+        noise: the client's part of central noise; None without.
 
     Raises:
         TaskError: if the server must see a part of it by itself.
+        ConfigError: if the grid is too coarse for the noise.
     """
+    if noise is not None:
+        return noise.vector(contribution["sum"].value)
     return grid.encode(align(contribution, contribution))[0]
+
+
+def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> Any:
+    """What a client contributes, by what it was sent.
+
+    Args:
+        method: of the run.
+        upload: of the client.
+        down: what the client was sent.
+        client: itself.
+        server: the first state of the server, of which the form alone may matter.
+    """
+    if isinstance(method, Protected) and method.distributed:
+        return {"sum": Sum(method.change(upload, down, client, server))}
+    return method.contribution(upload, client, server)
 
 
 def size_of(like: Any) -> int:
@@ -62,7 +87,7 @@ def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> 
     return map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
 
 
-def check_reads_no_state(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> None:
+def check_reads_no_state(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> None:
     """Check that a contribution can be made at the client, which knows the server's first state alone.
 
     The contributions of one upload are compared at two states of the server whose numbers differ.
@@ -71,7 +96,7 @@ def check_reads_no_state(method: AnyMethod, upload: Any, client: ClientInfo, ser
         TaskError: if they differ.
     """
     moved = tree.map(lambda t: t + 1 if t.is_floating_point() else t, server)
-    first, other = (method.contribution(upload, client, state) for state in (server, moved))
+    first, other = (contribution_of(method, upload, down, client, state) for state in (server, moved))
     if not tree.equal(_plain(first), _plain(other)):
         raise TaskError(
             f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "

@@ -15,9 +15,8 @@ from typing import Any
 
 from ...core.errors import CheckpointError
 from ...simulation.digest import read_sealed, write_sealed
-from ...trust.settings import SecureSums
+from ...trust.secure_sums import Vector
 from ..messages import Order, RefusedOrderError
-from .contributions import grid_of, vector_of
 from .leader import as_bytes
 from .member import Announcement, SecureSumError, SumMember
 from .signing import MemberKeys, MemberSigner, Session
@@ -62,7 +61,6 @@ class Participation:
         folder: of the client.
         keys: public keys of all clients.
         signer: its private key.
-        settings: of the sums.
     """
 
     def __init__(
@@ -72,10 +70,9 @@ class Participation:
         folder: Path,
         keys: MemberKeys,
         signer: MemberSigner,
-        settings: SecureSums,
     ) -> None:
         self._client, self._clients, self._folder = client, clients, folder
-        self._keys, self._signer, self._grid = keys, signer, grid_of(settings, clients)
+        self._keys, self._signer = keys, signer
         self._member: SumMember | None = None
 
     def step(self, order: Order) -> dict[str, str]:
@@ -98,12 +95,12 @@ class Participation:
         except SecureSumError as error:
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
 
-    def mask(self, order: Order, contribution: Callable[[], Any]) -> bytes:
+    def mask(self, order: Order, vector: Callable[[], Vector]) -> bytes:
         """Mask what the client contributes to the round.
 
         Args:
             order: with the encrypted shares of the others.
-            contribution: makes the contribution.
+            vector: makes what the client contributes, once.
 
         Raises:
             RefusedOrderError: if the client masks no vector in this round.
@@ -115,7 +112,7 @@ class Participation:
             path = self._folder / order.run
             path.mkdir(exist_ok=True)
             write_sealed(path / RECORD, {"round": order.round + 1})
-            return as_bytes(member.mask(vector_of(contribution(), self._grid), boxes))
+            return as_bytes(member.mask(vector(), boxes))
         except SecureSumError as error:
             self._member = None
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error

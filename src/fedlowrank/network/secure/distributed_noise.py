@@ -1,0 +1,113 @@
+"""Central privacy on a secure sum: each client adds a part of the noise, so that nobody sees the sum without it.
+
+Kairouz, Liu and Steinke, *The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation*,
+ICML 2021 (arXiv:2102.06387). With n clients, of which at least t = ⌊2n/3⌋ + 1 are in a total, the norm C of clipping and
+the noise multiplier σ, on the grid of step γ of the secure sum:
+
+    x_i = round(v_i/γ) + N_Z(0, σ²C²/(tγ²)),   v_i the client's change, ‖v_i‖ ≤ C - γ√d/2,
+
+N_Z the discrete Gaussian and d the numbers of a change. Rounding moves a change by at most γ√d/2, so each has the norm C
+at most. The noise of a total has the variance σ²C² at least, n/t times as much if all reply. A sum of k discrete Gaussians
+is none, but nearly (Theorem 1 there): with the part of a client at least :data:`LEAST_STD` steps wide, the difference τ is
+below 10 k exp(-π² 16²), 10^-1096 k, and is left out. Its Rényi divergences are at most a Gaussian's (Canonne, Kamath and
+Steinke 2020, arXiv:2004.00010), so the accountant rdp holds.
+
+Sites that tell the server what noise they added take it away: with c of them, σ is σ √((t-c)/t). Up to
+2t - n - 1 of them, the secure sum stays closed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...core import tree
+from ...core.errors import ConfigError
+from ...core.tree import Params
+from ...trust.accounting import epsilon
+from ...trust.budget import Budget
+from ...trust.noise import discrete_gaussian
+from ...trust.secure_sums import FixedPoint, Vector
+from ...trust.settings import Trust
+from .member import threshold
+
+LEAST_STD = 16.0
+"""Standard deviation of a client's part of the noise, in steps of the grid, at least."""
+
+LARGEST_LOSS = 0.05
+"""Share of the clipping norm that rounding to the grid may cost."""
+
+
+def check_settings(trust: Trust) -> None:
+    """Check that central privacy can be had by distributed noise; raises ConfigError."""
+    if trust.clipping.quantile is not None:
+        raise ConfigError(
+            "clipping.quantile: under secure sums over a network the count of clipped updates has no noise of its own; "
+            "set a fixed clipping.norm alone"
+        )
+    if trust.privacy.accountant != "rdp":
+        raise ConfigError(
+            "privacy.accountant: under secure sums over a network noise is discrete, for which the bound of 'rdp' is "
+            "proven and 'pld' is not; set 'rdp'"
+        )
+
+
+@dataclass(frozen=True)
+class DistributedNoise:
+    """A client's part of the noise.
+
+    Attributes:
+        norm: C.
+        noise: σ of a total.
+        clients: n.
+        grid: of the numbers that are summed.
+    """
+
+    norm: float
+    noise: float
+    clients: int
+    grid: FixedPoint
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of a client's part, in steps of the grid."""
+        return self.noise * self.norm / math.sqrt(threshold(self.clients)) / self.grid.sum_step
+
+    def check(self, size: int) -> None:
+        """Check that the grid is fine enough for changes of ``size`` numbers; raises ConfigError."""
+        lost = self.grid.sum_step * math.sqrt(size) / 2
+        if self.std < LEAST_STD or lost > LARGEST_LOSS * self.norm:
+            raise ConfigError(
+                f"run.secure: its steps of {self.grid.sum_step:.2g} are too wide for clipping.norm = {self.norm:g} and "
+                f"noise σ = {self.noise:.3g}; raise secure.bits or lower secure.bound"
+            )
+        if self.norm > self.grid.largest_sum:
+            raise ConfigError(
+                f"run.secure: numbers are clipped to ±{self.grid.largest_sum:g}, and clipping.norm = {self.norm:g}; raise "
+                "secure.bound"
+            )
+
+    def vector(self, change: Params) -> Vector:
+        """The change of a client on the grid, with its part of the noise: ``[d]`` integers modulo 2^64."""
+        v = torch.cat([t.double().cpu().reshape(-1) for t in tree.tensors(change)])
+        self.check(v.numel())
+        size, most = float(v.norm()), self.norm - self.grid.sum_step * math.sqrt(v.numel()) / 2
+        # the norm is rounded, too
+        scale = min(1.0, most * (1 - 1e-12) / size) if size else 1.0
+        steps = (v * scale / self.grid.sum_step).round().to(torch.int64).numpy()
+        return (steps + discrete_gaussian(v.numel(), self.std)).view(np.uint64)
+
+
+def describe_collusion(budget: Budget, clients: int) -> str:
+    """ε of all rounds against the server, and against the server with sites that tell it their noise."""
+    least, privacy = threshold(clients), budget.privacy
+    found = []
+    for colluding in range(2 * least - clients):
+        noise = budget.noise * math.sqrt((least - colluding) / least)
+        value = epsilon(noise, budget.rounds, float(privacy.delta or 0), budget.sampling, privacy.accountant)
+        with_ = f" with {colluding} other site{'s' * (colluding > 1)}" if colluding else ""
+        found.append(f"{value:.4g} against the server{with_}")
+    return f"privacy of {budget.rounds} rounds at δ = {privacy.delta:g}: ε = {', '.join(found)}"
