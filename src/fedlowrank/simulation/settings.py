@@ -88,7 +88,7 @@ class RunSettings(CheckedFields):
         privacy: differential privacy of clients.
         robust: rule by which the server reduces what clients contribute.
         attack: of hostile clients, in a simulation.
-        secure: sums in which the server sees no single update, in a simulation.
+        secure: sums in which the server sees no single update.
         devices: speeds, bandwidths and availability of the clients, in a simulation; see
             :mod:`fedlowrank.simulation.devices`.
     """

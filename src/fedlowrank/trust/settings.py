@@ -172,13 +172,13 @@ class Attack(CheckedFields):
 
 @dataclass(frozen=True)
 class SecureSums(CheckedFields):
-    """Sums in which the server sees no single update (Bonawitz et al. 2017), in simulation.
+    """Sums in which the server sees no single update (Bonawitz et al. 2017).
 
     Attributes:
         on: whether sums are computed so.
         bits: of a quantized number.
         bound: numbers are clipped to ±bound before they are quantized.
-        threshold: share of the round's clients that must reply.
+        threshold: share of the round's clients that must reply, in a simulation; over a network it is ⌊2n/3⌋ + 1 of n.
     """
 
     on: bool = False
