@@ -146,6 +146,9 @@ def test_join_keeps_to_the_policy_of_its_site(
     stored = json.loads((tmp_path / "c" / "policy.json").read_text())
     assert stored["policy"]["max_rounds"] == 2
     assert stored["policy_digest"] == Policy(max_rounds=2).digest
+    events = [json.loads(line) for line in (tmp_path / "c" / "audit.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["digest"]) for e in events] == [("policy", stored["policy_digest"])]
+    assert json.loads(events[0]["text"]) == stored["policy"]
     # it holds for later joins with that folder
     assert join()
     write_json(tmp_path / "c" / "policy.json", {**stored, "policy": {"max_rounds": 9}})
