@@ -53,6 +53,7 @@ DP = {"clipping": {"norm": 1.0}}
         ({"evaluation": False}, "evaluation: accuracies and losses would leave the site"),
         ({"parts": ("model/*",)}, "parts: control/head.weight would leave the site"),
         ({"parts": ()}, "parts: model/head.weight, control/head.weight would leave the site"),
+        ({"secure": True}, "secure: the server would see this site's update; run.secure.on is needed"),
         ({"privacy": "central"}, "privacy: run.privacy.kind is none; central is needed at least"),
         ({"max_epsilon": 1.0}, "max_epsilon: run.privacy sets no epsilon; at most 1 is allowed"),
         (
@@ -146,6 +147,9 @@ def test_join_keeps_to_the_policy_of_its_site(
     stored = json.loads((tmp_path / "c" / "policy.json").read_text())
     assert stored["policy"]["max_rounds"] == 2
     assert stored["policy_digest"] == Policy(max_rounds=2).digest
+    events = [json.loads(line) for line in (tmp_path / "c" / "audit.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["digest"]) for e in events] == [("policy", stored["policy_digest"])]
+    assert json.loads(events[0]["text"]) == stored["policy"]
     # it holds for later joins with that folder
     assert join()
     write_json(tmp_path / "c" / "policy.json", {**stored, "policy": {"max_rounds": 9}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,26 @@ def test_no_round_is_summed_twice(tmp_path: Path) -> None:
     assert [message for message in carrier.trained if message[1] > 0] == [
         (c, t) for t in (1, 2) for c in range(4)
     ]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["another folder", "forgotten"])
+def test_a_site_that_begins_anew_masks_no_round_again(kept: bool, tmp_path: Path) -> None:
+    """In another folder of the site, or after `join --forget`, the server repeats the first round without client 3."""
+    made = secure("fedavg", clients=4)
+    carrier, keys = sites(made, tmp_path)
+    first = served(carrier, made, tmp_path / "run", member_keys=keys)
+    assert not first.rounds[1].lost
+    run = first.run.engine.account.run  # type: ignore[attr-defined]
+    if not kept:
+        shutil.rmtree(carrier.folders[100] / run)
+    else:
+        (tmp_path / "again").mkdir()
+        carrier = sites(made, tmp_path / "again")[0]
+    client = ClientRuntime(carrier.folders[100])
+    client.signer = MemberSigner(load_client_key(ClientKeys.read(carrier.keys / "client-0").key))
+    order = Order(run, 0, 0, False, False, False, branch=1, step="announce")
+    answer, _ = client.answer(order, b"")
+    assert "masks none of that round or an earlier one again" in answer.problem
 
 
 def test_a_server_cannot_ask_for_an_update_without_a_mask(tmp_path: Path) -> None:

@@ -479,7 +479,7 @@ class ClientRuntime:
                 "secure sums need the keys of all clients, and this client has none: start it with --keys"
             )
         keys = MemberKeys.read({int(client): key for client, key in self.site.roster.items()})
-        return Participation(self.client, self.clients, self.folder, keys, self.signer)
+        return Participation(self.client, self.clients, keys, self.signer)
 
     @cached_property
     def _own_noise(self) -> DistributedNoise | None:

@@ -49,8 +49,8 @@ def state_folder() -> Path:
         raise ConfigError(f"there is no home folder for the ledger of privacy; set {STATE}") from error
 
 
-def open_state() -> Path:
-    """The folder of the ledger, made if it does not exist.
+def open_state(room: str = "privacy") -> Path:
+    """The folder in which a site keeps one thing, of the ledger unless another is named; made if it does not exist.
 
     Raises:
         ConfigError: if others can read it, or there is no home folder.
@@ -59,12 +59,12 @@ def open_state() -> Path:
     state = state_folder()
     try:
         make_private_folder(state)
-        make_private_folder(state / "privacy")
+        make_private_folder(state / room)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. It is to hold the site's ledger of privacy: set {STATE} to a folder that can be written"
+            f"{error}. It is to hold what a site must not forget between runs: set {STATE} to a folder that can be written"
         ) from error
-    return state / "privacy"
+    return state / room
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Policy(CheckedFields):
         min_examples: training examples below which the site takes part in nothing.
         min_clients: clients that a federation has at least.
         max_rounds: rounds that a run has at most; None for any number.
+        secure: whether the server may learn sums alone (run.secure.on).
         privacy: kind of run.privacy that is needed at least; local is more than central.
         max_epsilon: the largest run.privacy.epsilon; None for any.
         max_delta: the largest run.privacy.delta; None for any.
@@ -59,6 +60,7 @@ class Policy(CheckedFields):
     min_examples: int = 1
     min_clients: int = 1
     max_rounds: int | None = None
+    secure: bool = False
     privacy: Literal["none", "central", "local"] = "none"
     max_epsilon: float | None = None
     max_delta: float | None = None
@@ -127,8 +129,10 @@ class Policy(CheckedFields):
             )
         if clients < self.min_clients:
             found.append(f"min_clients: the federation has {clients} clients, below {self.min_clients}")
+        if self.secure and not run.secure.on:
+            found.append("secure: the server would see this site's update; run.secure.on is needed")
         found += self._privacy(experiment)
-        if not self.evaluation and sends_evaluation and run.privacy.kind == "none":
+        if not self.evaluation and sends_evaluation and run.privacy.kind == "none" and not run.secure.on:
             found.append("evaluation: accuracies and losses would leave the site")
         if self.parts != ("*",):
             patterns = [p.lstrip("/") for p in self.parts]

@@ -2,9 +2,10 @@
 
 A server that goes back to an earlier checkpoint, or that asks again without one client, would get two totals whose
 difference is that client's contribution. So a client masks one vector a round number for ever, whatever became
-of it: a round that is repeated is lost. The record is on the disk before the vector leaves:
+of it: a round that is repeated is lost. The record is on the disk before the vector leaves, with the site's ledger of
+privacy (:mod:`fedlowrank.trust.site_ledger`) and not in the client's folder, which may be removed or another one:
 
-FOLDER/RUN/masked.json    the last round, counted from 1, in which the client masked a vector
+STATE/masked/RUN-CLIENT.json    the last round, counted from 1, in which the client masked a vector
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from ...core.errors import CheckpointError
 from ...simulation.digest import read_sealed, write_sealed
 from ...trust.secure_sums import Vector
+from ...trust.site_ledger import open_state
 from ..messages import Order, RefusedOrderError
 from .leader import as_bytes
 from .member import Announcement, SecureSumError, SumMember
 from .signing import MemberKeys, MemberSigner, Session
-
-RECORD = "masked.json"
 
 
 def pack(values: Any) -> str:
@@ -58,7 +60,6 @@ class Participation:
     Args:
         client: its number.
         clients: how many there are in all.
-        folder: of the client.
         keys: public keys of all clients.
         signer: its private key.
     """
@@ -67,11 +68,10 @@ class Participation:
         self,
         client: int,
         clients: int,
-        folder: Path,
         keys: MemberKeys,
         signer: MemberSigner,
     ) -> None:
-        self._client, self._clients, self._folder = client, clients, folder
+        self._client, self._clients = client, clients
         self._keys, self._signer = keys, signer
         self._member: SumMember | None = None
 
@@ -108,10 +108,11 @@ class Participation:
         """
         try:
             boxes = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
-            member = self._of(order)
-            path = self._folder / order.run
-            path.mkdir(exist_ok=True)
-            write_sealed(path / RECORD, {"round": order.round + 1})
+            member, record = self._of(order), self._record(order.run)
+            # another node with the same key may be asked at the same time
+            with FileLock(f"{record}.lock"):
+                self._refuse_twice(order)
+                write_sealed(record, {"round": order.round + 1})
             return as_bytes(member.mask(vector(), boxes))
         except SecureSumError as error:
             self._member = None
@@ -139,8 +140,11 @@ class Participation:
             raise SecureSumError("this client takes no part: it was started again, or left out before")
         return self._member
 
+    def _record(self, run: str) -> Path:
+        return open_state("masked") / f"{run}-{self._client}.json"
+
     def _refuse_twice(self, order: Order) -> None:
-        path = self._folder / order.run / RECORD
+        path = self._record(order.run)
         if not path.exists():
             return
         last = read_sealed(path).get("round")
