@@ -56,7 +56,7 @@ from .site.allowance import Allowance, Asked, most_trainings
 from .site.audit_log import AUDIT, SiteAudit, explain
 from .site.evaluations import coarsen, coarsen_losses
 from .site.settings import SiteSettings
-from .site.signatures import check_signature
+from .site.signatures import check_signature, payload_digest
 
 logger = logging.getLogger(__name__)
 
@@ -460,7 +460,9 @@ class ClientRuntime:
                 losses = coarsen_losses(losses, len(self.data.train))
             reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
         # a method whose clients send nothing replies all the same
-        upload = tree.encode(outcome.upload) if not self.is_secure else self._mask(order, outcome.upload)
+        upload = (
+            tree.encode(outcome.upload) if not self.is_secure else self._mask(order, outcome.upload, payload)
+        )
         memory.propose(
             order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
         )
@@ -478,13 +480,14 @@ class ClientRuntime:
         keys = MemberKeys.read({int(client): key for client, key in self.site.roster.items()})
         return Participation(self.client, self.clients, self.folder, keys, self.signer, self.made.run.secure)
 
-    def _mask(self, order: Order, upload: Any) -> bytes:
-        """The masked contribution of an upload."""
+    def _mask(self, order: Order, upload: Any, payload: bytes) -> bytes:
+        """The masked contribution of an upload that was made from a download."""
         task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
         # what a contribution needs of the server's state is its form, see `check_reads_no_state`
         server = self.method.server_init(task)
         check_reads_no_state(self.method, upload, info, server)
-        return self._participation.mask(order, lambda: self.method.contribution(upload, info, server))
+        digest = payload_digest(payload)
+        return self._participation.mask(order, lambda: self.method.contribution(upload, info, server), digest)
 
     def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""

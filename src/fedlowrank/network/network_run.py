@@ -22,7 +22,7 @@ from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run
 from ..simulation.settings import RunSettings
 from .secure.contributions import check_reads_no_examples, check_reads_no_state, form_of, grid_of
-from .secure.rounds import SecureRounds, SecureTotal
+from .secure.rounds import SecureRounds, SecureTotal, check_one_download
 from .server import NetworkEngine
 from .validation.uploads import (
     FAULTS,
@@ -110,6 +110,7 @@ class NetworkRun(Run):
         check_reads_no_state(self.method, template.form, info, server)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
+        check_one_download(self.method, server, infos)
         clients = len(infos)
         return SecureRounds(clients, keys, grid_of(settings.secure, clients), like)
 

@@ -434,6 +434,8 @@ class NetworkEngine(Engine):
             if id(job.down) not in payloads:
                 encoded = tree.encode(job.down)
                 payloads[id(job.down)] = encoded, payload_digest(encoded)
+            if step and self.secure is not None:
+                self.secure.bind(payloads[id(job.down)][1])
             messages.append(self._order_message(client, order, *payloads[id(job.down)], max_bytes))
             asked[messages[-1].node] = job
         del payloads

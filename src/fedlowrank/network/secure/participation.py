@@ -1,10 +1,11 @@
 """A client's part in the secure sums of a run: one vector a round, and no round twice.
 
 A server that goes back to an earlier checkpoint, or that asks again without one client, would get two totals whose
-difference is that client's contribution. So a client masks one vector a round number for ever, whatever became
-of it: a round that is repeated is lost. The record is on the disk before the vector leaves:
+difference is that client's contribution; and so would a server that starts another run. So a client masks one
+vector a round number for ever, whatever became of it, and in one run: a round that is repeated is lost. The record
+is on the disk before the vector leaves, and stays when the folder is forgotten:
 
-FOLDER/RUN/masked.json    the last round, counted from 1, in which the client masked a vector
+FOLDER/masked.json    the run, and the last round of it, counted from 1, in which the client masked a vector
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .member import Announcement, SecureSumError, SumMember
 from .signing import MemberKeys, MemberSigner, Session
 
 RECORD = "masked.json"
+"""Name of the file in a client's folder."""
 
 
 def pack(values: Any) -> str:
@@ -98,12 +100,13 @@ class Participation:
         except SecureSumError as error:
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
 
-    def mask(self, order: Order, contribution: Callable[[], Any]) -> bytes:
+    def mask(self, order: Order, contribution: Callable[[], Any], down: str = "") -> bytes:
         """Mask what the client contributes to the round.
 
         Args:
             order: with the encrypted shares of the others.
             contribution: makes the contribution.
+            down: digest of the download; clients with another one are in no sum with this one.
 
         Raises:
             RefusedOrderError: if the client masks no vector in this round.
@@ -112,10 +115,9 @@ class Participation:
         try:
             boxes = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
             member = self._of(order)
-            path = self._folder / order.run
-            path.mkdir(exist_ok=True)
-            write_sealed(path / RECORD, {"round": order.round + 1})
-            return as_bytes(member.mask(vector_of(contribution(), self._grid), boxes))
+            vector = vector_of(contribution(), self._grid)
+            write_sealed(self._folder / RECORD, {"run": order.run, "round": order.round + 1})
+            return as_bytes(member.mask(vector, boxes, down.encode()))
         except SecureSumError as error:
             self._member = None
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
@@ -143,12 +145,18 @@ class Participation:
         return self._member
 
     def _refuse_twice(self, order: Order) -> None:
-        path = self._folder / order.run / RECORD
+        path = self._folder / RECORD
         if not path.exists():
             return
-        last = read_sealed(path).get("round")
-        if type(last) is not int:
-            raise CheckpointError(f"{path} is damaged: it has no round")
+        record = read_sealed(path)
+        run, last = record.get("run"), record.get("round")
+        if type(run) is not str or type(last) is not int:
+            raise CheckpointError(f"{path} is damaged: it has no run or no round")
+        if order.run != run:
+            raise SecureSumError(
+                f"this client has masked vectors in the run {run}, and masks none in another one: the totals of two "
+                "runs may differ by what one client sent. Start it by `fedlowrank join` with another --folder"
+            )
         if order.round + 1 <= last:
             raise SecureSumError(
                 f"this client has masked a vector in round {last}, and masks none of that round or an earlier one again"
