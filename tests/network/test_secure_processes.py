@@ -147,7 +147,8 @@ class Deployment:
         assert stored.round == run.round
         step = 8.0 / (2**29 - 1)
         pairs = list(zip(tree.tensors(stored.server), tree.tensors(run.state.server), strict=True))
-        assert all(float((a - b).abs().max()) < 100 * run.round * step for a, b in pairs)
+        # and the rounding of float32; a reply more or less is ten times as much
+        assert all(float((a - b).abs().max()) < 2 * run.round * (step + 2**-24) for a, b in pairs)
 
     def vectors(self, lost: list[set[str]], last: int = 1) -> list[bytes]:
         """The vectors that are added up in the last rounds of a plain run."""
@@ -191,7 +192,7 @@ def test_the_model_of_an_undisturbed_run_is_that_of_the_plain_run(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(840)
+@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("no_process_left")
 def test_of_four_sites_one_is_killed_at_each_step(tmp_path: Path, parties: list[ClientRuntime]) -> None:
     """Three are enough: a vector that had arrived is in the total, and the site takes part again later."""
@@ -207,7 +208,7 @@ def test_of_four_sites_one_is_killed_at_each_step(tmp_path: Path, parties: list[
 
 
 @pytest.mark.full
-@pytest.mark.timeout(840)
+@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("no_process_left")
 def test_of_three_sites_none_may_vanish_and_the_run_goes_on(
     tmp_path: Path, parties: list[ClientRuntime]

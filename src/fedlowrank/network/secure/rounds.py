@@ -25,7 +25,7 @@ from ...trust.secure_sums import FixedPoint, Vector
 from ..messages import Answer, Step
 from .contributions import size_of
 from .leader import SumLeader, from_bytes
-from .member import MAX_CLIENTS, SecureSumError
+from .member import MAX_CLIENTS, SecureSumError, threshold
 from .participation import by_client, pack, unpack, unpack_announcement
 from .signing import MemberKeys, Session
 
@@ -58,6 +58,7 @@ class SecureRounds:
         like: a contribution of zeros.
 
     Attributes:
+        least: clients that must take each step.
         size: numbers in a vector.
         total: of the last round; None if it gave nothing.
         contributed: clients whose contributions are in it.
@@ -78,6 +79,7 @@ class SecureRounds:
                 "`fedlowrank keys`, and give every site the roster"
             )
         self._clients, self._keys, self._grid, self._like = clients, keys, grid, like
+        self.least = threshold(clients)
         self.size = size_of(like)
         self.total: Any = None
         self.contributed: list[int] = []
