@@ -168,6 +168,29 @@ def test_below_the_threshold_a_round_gives_nothing_and_the_run_goes_on(tmp_path:
     assert close(result.run.state.server, plain(made, [{}, everyone, {}]).state.server, 1e-4)
 
 
+def test_a_client_that_came_back_is_registered_again_before_a_round(tmp_path: Path) -> None:
+    """Of three clients none may be missing: each round without it would be lost at its first step."""
+
+    @dataclass
+    class Returning(Sites):
+        def nodes(self) -> set[int]:
+            if self.clock.now > 60:
+                self.away.clear()
+            return super().nodes()
+
+    def act(carrier: Any, message: NodeMessage, t: int, client: int) -> Any:
+        if (t, client, Order.from_json(message.header).step) != (2, 2, "share") or carrier.clock.now > 60:
+            return None
+        carrier.away.add(message.node)
+        return [Response(message.node, message.kind, problem="it went away", disconnected=True)]
+
+    made = secure("fedavg", rounds=4)
+    carrier, keys = sites(made, tmp_path)
+    carrier = Returning(carrier.folders, on_orders(act), keys=carrier.keys)
+    result = served(carrier, made, tmp_path / "run", member_keys=keys)
+    assert [set(r.lost) for r in result.rounds[1:]] == [set(), {"0", "1", "2"}, set(), set()]
+
+
 def test_no_round_is_summed_twice(tmp_path: Path) -> None:
     """Two totals of one round, the second without client 1, would differ by what client 1 sent."""
     made = secure("fedavg", clients=4, rounds=3)

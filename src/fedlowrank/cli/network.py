@@ -296,6 +296,11 @@ def join(
         )
     if runs < 1:
         raise ConfigError(f"--runs {runs}: a client takes part in 1 run or more")
+    if runs > 1 and experiment.run.secure.on:
+        raise ConfigError(
+            f"--runs {runs}: under secure sums a folder is for one run, for the totals of two runs may differ by what "
+            "one client sent; leave out --runs, and choose another --folder for another run"
+        )
     if max_download < 0:
         raise ConfigError(f"--max-download {max_download}: give a number of MiB, or 0 for the default")
     site = SiteSettings(

@@ -57,7 +57,7 @@ from .site.allowance import Allowance, Asked, most_trainings
 from .site.audit_log import AUDIT, SiteAudit, explain
 from .site.evaluations import coarsen, coarsen_losses
 from .site.settings import SiteSettings
-from .site.signatures import check_signature
+from .site.signatures import check_signature, payload_digest
 
 logger = logging.getLogger(__name__)
 
@@ -462,7 +462,9 @@ class ClientRuntime:
             reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=losses)
         # a method whose clients send nothing replies all the same
         upload = (
-            tree.encode(outcome.upload) if not self.is_secure else self._mask(order, outcome.upload, down)
+            self._mask(order, outcome.upload, down, payload_digest(payload))
+            if self.is_secure
+            else tree.encode(outcome.upload)
         )
         memory.propose(
             order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
@@ -479,7 +481,7 @@ class ClientRuntime:
                 "secure sums need the keys of all clients, and this client has none: start it with --keys"
             )
         keys = MemberKeys.read({int(client): key for client, key in self.site.roster.items()})
-        return Participation(self.client, self.clients, keys, self.signer)
+        return Participation(self.client, self.clients, self.folder, keys, self.signer)
 
     @cached_property
     def _own_noise(self) -> DistributedNoise | None:
@@ -492,15 +494,15 @@ class ClientRuntime:
             norm, self.budget.noise, self.clients, grid_of(self.made.run.secure, self.clients)
         )
 
-    def _mask(self, order: Order, upload: Any, down: Any) -> bytes:
-        """The masked contribution of an upload."""
+    def _mask(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
+        """The masked contribution of an upload that was made from a download with that digest."""
         task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
         # what a contribution needs of the server's state is its form, see `check_reads_no_state`
         server = self.method.server_init(task)
         check_reads_no_state(self.method, upload, down, info, server)
         contribution = contribution_of(self.method, upload, down, info, server)
         grid = grid_of(self.made.run.secure, self.clients)
-        return self._participation.mask(order, lambda: vector_of(contribution, grid, self._own_noise))
+        return self._participation.mask(order, lambda: vector_of(contribution, grid, self._own_noise), digest)
 
     def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""

@@ -29,7 +29,7 @@ from .secure.contributions import (
     size_of,
 )
 from .secure.distributed_noise import DistributedNoise, check_settings, describe_collusion
-from .secure.rounds import SecureRounds, SecureTotal
+from .secure.rounds import SecureRounds, SecureTotal, check_one_download
 from .server import NetworkEngine
 from .validation.uploads import (
     FAULTS,
@@ -120,6 +120,7 @@ class NetworkRun(Run):
         check_reads_no_state(self.method, template.form, down, info, server)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
+        check_one_download(self.method, server, infos)
         clients, grid = len(infos), grid_of(settings.secure, len(infos))
         if self.budget is not None and not self.budget.is_local:
             DistributedNoise(float(settings.clipping.norm or 0.0), self.budget.noise, clients, grid).check(

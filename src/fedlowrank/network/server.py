@@ -141,6 +141,7 @@ class NetworkEngine(Engine):
         self.spool.clear()
         self.shortened = {}
         if self.secure is not None:
+            self._wait_for_members({j.client.id for j in jobs}, self.secure.least)
             yield from self.secure.run(self, jobs, self.account.run, self.account.branch, round)
             return
         pending, needed, good = list(jobs), min(self.settings.min_replies, len(jobs)), 0
@@ -306,6 +307,19 @@ class NetworkEngine(Engine):
         kept[round + 1] = shapes
         self.account.shapes = dict(sorted(kept.items())[-ROUNDS:])
 
+    def _wait_for_members(self, clients: set[int], least: int) -> None:
+        """Register clients that came back, if too few for a secure sum are connected: rounds would be lost till then."""
+        wanted = {
+            c
+            for c in clients - self.account.excluded.keys()
+            if self.sizes[c] and not self.blocklist.is_blocked(c)
+        }
+        nodes, registry = self.transport.nodes, self.registry
+        if len(wanted) >= least:
+            self.wait_for_clients(
+                self.settings.wait, lambda: len(wanted & registry.reachable(nodes())) >= least
+            )
+
     def _prepare_attempt(self, pending: list[ClientJob]) -> list[ClientJob]:
         """Wait for clients that left; those that lost their state start again."""
         known = {j.client.id for j in pending if self.sizes[j.client.id]}
@@ -434,6 +448,8 @@ class NetworkEngine(Engine):
             if id(job.down) not in payloads:
                 encoded = tree.encode(job.down)
                 payloads[id(job.down)] = encoded, payload_digest(encoded)
+            if step and self.secure is not None:
+                self.secure.bind(payloads[id(job.down)][1])
             messages.append(self._order_message(client, order, *payloads[id(job.down)], max_bytes))
             asked[messages[-1].node] = job
         del payloads

@@ -186,9 +186,16 @@ class KeyPair:
         self._private = self._curve.X25519PrivateKey.from_private_bytes(hashlib.sha256(secret).digest())
         self.public_key: bytes = self._private.public_key().public_bytes_raw()
 
-    def mask(self, other: int, public_key: bytes, size: int) -> Vector:
-        """What the client adds for a neighbor with that public key; the masks of the two add up to 0."""
-        seed = self._private.exchange(self._curve.X25519PublicKey.from_public_bytes(public_key))
+    def mask(self, other: int, public_key: bytes, size: int, bound: bytes = b"") -> Vector:
+        """What the client adds for a neighbor with that public key; the masks of the two add up to 0.
+
+        Args:
+            other: number of the neighbor.
+            public_key: of the neighbor.
+            size: of the vector.
+            bound: what both must have in common, else their masks do not cancel.
+        """
+        seed = self._private.exchange(self._curve.X25519PublicKey.from_public_bytes(public_key)) + bound
         return expand(seed, size) if self._client < other else np.negative(expand(seed, size))
 
 
@@ -212,11 +219,11 @@ class MaskingClient:
         split = _load("flwr.common.secure_aggregation.crypto.shamir").create_shares
         return list(zip(split(self._seed, needed, count), split(self._secret, needed, count), strict=True))
 
-    def mask(self, vector: Vector, neighbors: Mapping[int, bytes]) -> Vector:
-        """The masked vector y ``[size]``, given the public keys of the neighbors."""
+    def mask(self, vector: Vector, neighbors: Mapping[int, bytes], bound: bytes = b"") -> Vector:
+        """The masked vector y ``[size]``, given the public keys of the neighbors; see :meth:`KeyPair.mask`."""
         masked = vector + expand(self._seed, vector.size)
         for other, public_key in neighbors.items():
-            masked += self.keys.mask(other, public_key, vector.size)
+            masked += self.keys.mask(other, public_key, vector.size, bound)
         return masked
 
     def reveal(self, replied: Set[int]) -> dict[int, bytes]:

@@ -6,14 +6,13 @@ signatures, keys of low order, missing shares, the length of a vector, and secre
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from ...trust.secure_sums import KeyPair, Vector, combine, expand
-from .member import Announcement, SecureSumError, commit, is_signed, threshold
+from .member import BOX, SHARE, Announcement, SecureSumError, check_keys, commit, is_signed, threshold
 from .signing import MemberKeys, Session
 
 TRIALS = 1000
@@ -42,19 +41,15 @@ class SumLeader:
         self._boxes: dict[int, Mapping[int, bytes]] = {}
         self._shares: dict[int, Mapping[int, bytes]] = {}
         self._sum: Vector | None = None
+        self._honest: tuple[int, ...] = ()
+        self._down: bytes | None = None
 
     def announce(self, client: int, announcement: Announcement) -> None:
         """Step 1: take a client's keys; raises SecureSumError if they cannot be used."""
         *keys, _, _ = announcement
-        if [len(part) for part in announcement[:3]] != [32, 32, 32]:
-            raise SecureSumError("its keys do not have 32 bytes")
         if not is_signed(client, announcement, self._session, self._roster):
             raise SecureSumError("its keys are not signed by its key in the roster")
-        try:
-            for key in keys:
-                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
-        except ValueError as error:
-            raise SecureSumError("its keys are no keys of X25519") from error
+        check_keys(client, announcement)
         taken = {key for other in self.announced.values() for key in other[:2]}
         if len({*keys}) < 2 or taken.intersection(keys):
             raise SecureSumError("its keys are those of another client, or equal")
@@ -64,6 +59,8 @@ class SumLeader:
         """Step 2: take the shares that a client encrypted; raises SecureSumError if some are missing."""
         if boxes.keys() != self.announced.keys() - {client}:
             raise SecureSumError("it did not share its secrets with all clients")
+        if any(len(box) != BOX for box in boxes.values()):
+            raise SecureSumError(f"it encrypted something else than pairs of shares, which have {BOX} bytes")
         self._boxes[client] = boxes
 
     @property
@@ -74,6 +71,12 @@ class SumLeader:
     def boxes_for(self, client: int) -> dict[int, bytes]:
         """What the other clients of U2 encrypted for one."""
         return {sender: boxes[client] for sender, boxes in sorted(self._boxes.items()) if sender != client}
+
+    def bind(self, down: bytes) -> None:
+        """Note the digest of the download of a client; raises SecureSumError if others have another one."""
+        if self._down not in (None, down):
+            raise SecureSumError("clients get different downloads, so that their masks would not cancel")
+        self._down = down
 
     def add(self, client: int, masked: Vector) -> None:
         """Step 3: add a masked vector ``[size]``; raises SecureSumError if its size is another one."""
@@ -95,6 +98,8 @@ class SumLeader:
         """Step 5: take the shares that a client reveals; raises SecureSumError if some are missing."""
         if client not in self.signatures or shares.keys() != self._boxes.keys():
             raise SecureSumError("it did not reveal its shares of all clients")
+        if any(len(share) != SHARE for share in shares.values()):
+            raise SecureSumError(f"it revealed something else than shares, which have {SHARE} bytes")
         self._shares[client] = shares
 
     def check(self, count: int, step: str) -> None:
@@ -112,13 +117,12 @@ class SumLeader:
         assert self._sum is not None, "clients reveal after vectors have arrived"
         total = self._sum.copy()
         for client in self.sharers:
-            shares = [found[client] for _, found in sorted(self._shares.items())]
             if client in self.replied:
-                total -= expand(self._rebuild(client, shares, self._is_seed), total.size)
+                total -= expand(self._rebuild(client, self._is_seed), total.size)
                 continue
-            pair = KeyPair(client, self._rebuild(client, shares, self._is_masking_secret))
+            pair = KeyPair(client, self._rebuild(client, self._is_masking_secret))
             for other in self.replied:
-                total += pair.mask(other, self.announced[other][1], total.size)
+                total += pair.mask(other, self.announced[other][1], total.size, self._down or b"")
         return total
 
     def _is_seed(self, client: int, found: bytes) -> bool:
@@ -127,19 +131,28 @@ class SumLeader:
     def _is_masking_secret(self, client: int, found: bytes) -> bool:
         return KeyPair(client, found).public_key == self.announced[client][1]
 
-    def _rebuild(self, client: int, shares: Sequence[bytes], is_right: Callable[[int, bytes], bool]) -> bytes:
+    def _rebuild(self, client: int, is_right: Callable[[int, bytes], bool]) -> bytes:
         """The secret of a client, from the first set of shares that gives the right one."""
-        sets: Iterable[tuple[bytes, ...]] = itertools.combinations(shares, self.least)
-        for some in itertools.islice(sets, TRIALS):
+        for some in self._sets():
             try:
-                secret = combine(some)
+                secret = combine([self._shares[holder][client] for holder in some])
             except ValueError:
                 continue
             if is_right(client, secret):
+                self._honest = some
                 return secret
         raise SecureSumError(
             f"the shares of the secrets of client {client} are wrong: it shared wrong ones, or others lie"
         )
+
+    def _sets(self) -> Iterator[tuple[int, ...]]:
+        """Sets of holders of shares: those whose shares were right before, then others that each may avoid a liar."""
+        holders = sorted(self._shares)
+        yield self._honest or tuple(holders[: self.least])
+        # which sets are tried need not be secret
+        draws = random.Random(0)
+        for _ in range(TRIALS if len(holders) > self.least else 0):
+            yield tuple(draws.sample(holders, self.least))
 
 
 def as_bytes(vector: Vector) -> bytes:

@@ -6,7 +6,9 @@ n clients, threshold t = ⌊2n/3⌋ + 1; U1 ⊇ U2 ⊇ U3 are those that took st
    the key of the roster.
 2. ``share``: Shamir shares of its masking secret s_i and of the seed b_i of its own mask, any t of which
    rebuild them, encrypted for each client of U1.
-3. ``mask``: y_i = x_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) - Σ_{j < i} PRG(s_ij), j in U2.
+3. ``mask``: y_i = x_i + PRG(b_i) + Σ_{j > i} PRG(s_ij, d) - Σ_{j < i} PRG(s_ij, d), j in U2, d the digest
+   of the download. The masks of clients to whom a server sent different models do not cancel (Pasquini et
+   al., *Eluding Secure Aggregation in Federated Learning via Model Inconsistency*, CCS 2022).
 4. ``agree``: a signature of the list U3 that the server shows.
 5. ``reveal``: given t signatures of the same list, its shares of b_j for j in U3, and of s_j for
    j in U2 without U3.
@@ -37,6 +39,12 @@ Announcement = tuple[bytes, bytes, bytes, bytes]
 MAX_CLIENTS = 20
 """Clients of a secure sum over a network: each exchanges messages with all others."""
 
+SHARE = 4 + SECRET + 1
+"""Bytes of a share: its index, and a share of the padded secret."""
+
+BOX = 2 * SHARE + 16
+"""Bytes of an encrypted pair of shares."""
+
 _NONCE = bytes(12)  # a key encrypts one message
 
 
@@ -58,6 +66,18 @@ def is_signed(client: int, announcement: Announcement, session: Session, roster:
     """Whether a client signed what it announced."""
     *content, signature = announcement
     return roster.verify(client, session.message("keys", client, *content), signature)
+
+
+def check_keys(client: int, announcement: Announcement) -> None:
+    """Raise SecureSumError if the keys that a client announced cannot be used."""
+    if [len(part) for part in announcement[:3]] != [32, 32, 32]:
+        raise SecureSumError(f"the keys of client {client} do not have 32 bytes")
+    try:
+        for key in announcement[:2]:
+            # refuses keys of low order
+            X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+    except ValueError as error:
+        raise SecureSumError(f"the keys of client {client} are no keys of X25519") from error
 
 
 class SumMember:
@@ -115,6 +135,7 @@ class SumMember:
                 raise SecureSumError(
                     f"client {client} did not sign the keys that the server says are its own"
                 )
+            check_keys(client, announcement)
         if self.client not in announced or announced[self.client][:3] != self._own:
             raise SecureSumError("the server lists other keys for this client")
         if len({key for keys in announced.values() for key in keys[:2]}) < 2 * len(announced):
@@ -124,18 +145,19 @@ class SumMember:
         self._secrets.held[self.client] = shares[self.client]
         return {
             other: self._cipher(self.client, other).encrypt(
-                _NONCE, len(pair[0]).to_bytes(1) + b"".join(pair), self._bound(self.client, other)
+                _NONCE, b"".join(pair), self._bound(self.client, other)
             )
             for other, pair in shares.items()
             if other != self.client
         }
 
-    def mask(self, vector: Vector, encrypted: Mapping[int, bytes]) -> Vector:
+    def mask(self, vector: Vector, encrypted: Mapping[int, bytes], down: bytes = b"") -> Vector:
         """Step 3: the masked vector y ``[size]``.
 
         Args:
             vector: x ``[size]``.
             encrypted: the pair of shares that each other client of U2 encrypted for this one.
+            down: digest of the download, which all clients must have in common.
 
         Raises:
             SecureSumError: if there are too few, or one was changed on the way.
@@ -155,10 +177,12 @@ class SumMember:
                 )
             except InvalidTag as error:
                 raise SecureSumError(f"the shares of client {other} were changed on the way") from error
-            size = opened[0]
-            self._secrets.held[other] = opened[1 : 1 + size], opened[1 + size :]
+            if len(opened) != 2 * SHARE:
+                raise SecureSumError(f"client {other} encrypted something else than a pair of shares")
+            self._secrets.held[other] = opened[:SHARE], opened[SHARE:]
         self._sharers = tuple(sharers)
-        return self._secrets.mask(vector, {c: self._keys[c][1] for c in sharers if c != self.client})
+        neighbors = {c: self._keys[c][1] for c in sharers if c != self.client}
+        return self._secrets.mask(vector, neighbors, down)
 
     def agree(self, replied: Collection[int]) -> bytes:
         """Step 4: the signature of U3, the clients whose masked vectors the server says it has.

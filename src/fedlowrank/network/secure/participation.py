@@ -1,11 +1,13 @@
 """A client's part in the secure sums of a run: one vector a round, and no round twice.
 
 A server that goes back to an earlier checkpoint, or that asks again without one client, would get two totals whose
-difference is that client's contribution. So a client masks one vector a round number for ever, whatever became
-of it: a round that is repeated is lost. The record is on the disk before the vector leaves, with the site's ledger of
-privacy (:mod:`fedlowrank.trust.site_ledger`) and not in the client's folder, which may be removed or another one:
+difference is that client's contribution; and so would a server that starts another run. So a client masks one
+vector a round number for ever, whatever became of it, and in one run: a round that is repeated is lost. The records
+are on the disk before the vector leaves. That of rounds is with the site's ledger of privacy
+(:mod:`fedlowrank.trust.site_ledger`), for the client's folder may be removed, or be another one:
 
 STATE/masked/RUN-CLIENT.json    the last round, counted from 1, in which the client masked a vector
+FOLDER/masked.json              the run in which this folder masks; it stays when the folder is forgotten
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from ..messages import Order, RefusedOrderError
 from .leader import as_bytes
 from .member import Announcement, SecureSumError, SumMember
 from .signing import MemberKeys, MemberSigner, Session
+
+RECORD = "masked.json"
+"""Name of the file in a client's folder."""
 
 
 def pack(values: Any) -> str:
@@ -60,6 +65,7 @@ class Participation:
     Args:
         client: its number.
         clients: how many there are in all.
+        folder: of the client.
         keys: public keys of all clients.
         signer: its private key.
     """
@@ -68,10 +74,11 @@ class Participation:
         self,
         client: int,
         clients: int,
+        folder: Path,
         keys: MemberKeys,
         signer: MemberSigner,
     ) -> None:
-        self._client, self._clients = client, clients
+        self._client, self._clients, self._folder = client, clients, folder
         self._keys, self._signer = keys, signer
         self._member: SumMember | None = None
 
@@ -95,12 +102,13 @@ class Participation:
         except SecureSumError as error:
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
 
-    def mask(self, order: Order, vector: Callable[[], Vector]) -> bytes:
+    def mask(self, order: Order, vector: Callable[[], Vector], down: str = "") -> bytes:
         """Mask what the client contributes to the round.
 
         Args:
             order: with the encrypted shares of the others.
-            vector: makes what the client contributes, once.
+            vector: makes what the client contributes.
+            down: digest of the download; clients with another one are in no sum with this one.
 
         Raises:
             RefusedOrderError: if the client masks no vector in this round.
@@ -108,12 +116,13 @@ class Participation:
         """
         try:
             boxes = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
-            member, record = self._of(order), self._record(order.run)
-            # another node with the same key may be asked at the same time
+            member, record, contributed = self._of(order), self._record(order.run), vector()
+            # another node of this client may be asked at the same time
             with FileLock(f"{record}.lock"):
                 self._refuse_twice(order)
+                write_sealed(self._folder / RECORD, {"run": order.run})
                 write_sealed(record, {"round": order.round + 1})
-            return as_bytes(member.mask(vector(), boxes))
+            return as_bytes(member.mask(contributed, boxes, down.encode()))
         except SecureSumError as error:
             self._member = None
             raise RefusedOrderError(f"secure sum of round {order.round + 1}: {error}") from error
@@ -144,7 +153,12 @@ class Participation:
         return open_state("masked") / f"{run}-{self._client}.json"
 
     def _refuse_twice(self, order: Order) -> None:
-        path = self._record(order.run)
+        own, path = self._folder / RECORD, self._record(order.run)
+        if own.exists() and (run := read_sealed(own).get("run")) != order.run:
+            raise SecureSumError(
+                f"this client has masked vectors in the run {run}, and masks none in another one: the totals of two "
+                "runs may differ by what one client sent. Start it by `fedlowrank join` with another --folder"
+            )
         if not path.exists():
             return
         last = read_sealed(path).get("round")

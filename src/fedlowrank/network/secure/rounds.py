@@ -12,17 +12,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from ...core.contribution import Aggregator
+from ...core import tree
+from ...core.contribution import Aggregator, Sum, leaves
 from ...core.errors import ConfigError
-from ...engines.base import ClientJob, ClientResult
+from ...core.method import ClientInfo
+from ...engines.base import AnyMethod, ClientJob, ClientResult
 from ...training.trainer import Meter
 from ...trust.secure_sums import FixedPoint, Vector
 from ..messages import Answer, Step
 from .contributions import size_of
 from .leader import SumLeader, from_bytes
-from .member import MAX_CLIENTS, SecureSumError
+from .member import MAX_CLIENTS, SecureSumError, threshold
 from .participation import by_client, pack, unpack, unpack_announcement
 from .signing import MemberKeys, Session
 
@@ -55,6 +58,7 @@ class SecureRounds:
         like: a contribution of zeros.
 
     Attributes:
+        least: clients that must take each step.
         size: numbers in a vector.
         total: of the last round; None if it gave nothing.
         contributed: clients whose contributions are in it.
@@ -75,6 +79,7 @@ class SecureRounds:
                 "`fedlowrank keys`, and give every site the roster"
             )
         self._clients, self._keys, self._grid, self._like = clients, keys, grid, like
+        self.least = threshold(clients)
         self.size = size_of(like)
         self.total: Any = None
         self.contributed: list[int] = []
@@ -91,6 +96,7 @@ class SecureRounds:
         results: dict[int, ClientResult] = {}
         try:
             vector = self._sum(engine, leader, jobs, round, results)
+            self._check_weights(vector)
             self.total, self.contributed = self._grid.decode(vector, self._like), sorted(leader.replied)
         except SecureSumError as error:
             self.reason = f"this round's secure sum is lost: {error}"
@@ -107,6 +113,11 @@ class SecureRounds:
                 found = results.get(client, ClientResult(None, None, Meter()))
                 yield dataclasses.replace(found, state=None, upload=None, lost=found.lost or why)
 
+    def bind(self, down: str) -> None:
+        """Note the digest of a client's download; raises SecureSumError if that of another client differs."""
+        assert self._leader is not None, "downloads are sent while a round runs"
+        self._leader.bind(down.encode())
+
     def add(self, client: int, masked: bytes) -> None:
         """Take the masked vector of a client; raises SecureSumError if it cannot be used."""
         assert self._leader is not None, "vectors arrive while a round runs"
@@ -114,6 +125,20 @@ class SecureRounds:
         if vector.size != self.size:
             raise SecureSumError(f"its vector has {vector.size} numbers, and {self.size} are contributed")
         self._leader.add(client, vector)
+
+    def _check_weights(self, total: Vector) -> None:
+        """Raise SecureSumError if the weights in a total cannot be, as with masks left or a client that lies."""
+        most = self._clients * round(self._grid.largest_weight / self._grid.unit)
+        place, numbers = 0, total.view(np.int64)
+        for _, leaf in leaves(self._like):
+            if not isinstance(leaf, Sum):
+                if not 0 <= (weight := int(numbers[place])) <= most:
+                    raise SecureSumError(
+                        f"its total has a weight of {weight * self._grid.unit:g}, and {most * self._grid.unit:g} is the "
+                        "most: a client sent what it may not, or was sent another model than the others"
+                    )
+                place += 1
+            place += sum(t.numel() for t in tree.tensors(leaf.value))
 
     def _sum(
         self,
@@ -181,6 +206,17 @@ def _only(parcel: dict[int, str], client: int) -> str:
     if parcel.keys() != {client}:
         raise SecureSumError("it sent parts of others")
     return parcel[client]
+
+
+def check_one_download(method: AnyMethod, server: Any, clients: Sequence[ClientInfo]) -> None:
+    """Raise ConfigError if clients get different models: masks cancel among those with the same one."""
+    first = method.download(server, clients[0])
+    for client in clients[1:]:
+        if not tree.equal(method.download(server, client), first):
+            raise ConfigError(
+                f"run.secure: {method.title} sends client {client.id} another model than client {clients[0].id}, and "
+                "over a network a secure sum is of clients with the same model; set run.secure.on = false"
+            )
 
 
 class SecureTotal(Aggregator):
