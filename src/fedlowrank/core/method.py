@@ -301,7 +301,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     def remarks(self, task: Task) -> list[str]:
         """What a user should know of the settings on this task, such as a rank other than the one set."""
-        del task
         return []
 
     def passes(self) -> dict[str, Pass]:
@@ -317,7 +316,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """Which clients train in a round, by default the clients that the protocol sampled."""
-        del everyone
         return sampled
 
     @abstractmethod
@@ -326,12 +324,10 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     def client_init(self, task: Task, client: ClientInfo) -> C:
         """State of a client before its first round; by default a client keeps nothing."""
-        del task, client
         return cast(C, None)
 
     def download(self, server: S, client: ClientInfo) -> D:
         """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
-        del client
         return cast(D, server)
 
     @abstractmethod
@@ -350,7 +346,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
                 structure, plain values, types and shapes mean something.
             task: what is to be learnt.
         """
-        del task
         return expected
 
     def decode(self, upload: U, client: ClientInfo, server: S) -> Any:
@@ -358,7 +353,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
         Where uploads are compressed on their way, this undoes it; :meth:`contribution` takes either.
         """
-        del client, server
         return upload
 
     def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
@@ -371,7 +365,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             client: who sent it.
             server: its state, as the client's download was made from it.
         """
-        del server
         return Mean(upload, client.examples)
 
     @abstractmethod
@@ -397,17 +390,14 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             down: what the client was sent.
             client: who it is.
         """
-        del client
         return down
 
     def product_scale(self, task: Task, client: ClientInfo) -> float:
         """The scale s of products B A in an upload, 1 by default; the effective update is s(B A - B₀ A₀)."""
-        del task, client
         return 1.0
 
     def without_replies(self, server: S) -> Any:
         """The total of a round without contributions; None, the default, lets the server keep its state."""
-        del server
         return None
 
     def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
@@ -420,7 +410,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             down: what it was sent last.
             view: of the client; its training data may be used, as for a step of adaptation.
         """
-        del state, view
         params: Any = down
         return ClientModel(params)
 
@@ -430,10 +419,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has,
         such as a personal head.
         """
-        del server, state, view
         return None
 
     def metrics(self, server: S) -> dict[str, dict[str, float]]:
         """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
-        del server
         return {}

@@ -75,7 +75,6 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
         """No θ until the client has trained."""
-        del task
         if self.router.routing == "optimal":
             known_cluster(self.title, client, self.clusters)
         return None
@@ -100,12 +99,10 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """Each w^k_c weighted by π^k_c N^k."""
-        del server
         return by_cluster(upload.models, cluster_weights(self.title, client, upload.pi, self.clusters))
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """Line 3."""
-        del view
         return cluster_means(server, total)
 
     def reference(self, down: Params, *_: Any) -> Any:

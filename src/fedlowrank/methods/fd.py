@@ -119,12 +119,10 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     def contribution(self, upload: Outputs, client: ClientInfo, server: Server) -> Each:
         """The client's own outputs: the next download to it leaves them out."""
-        del client, server
         return Each(upload)
 
     def server_update(self, server: Server, total: dict[int, Outputs], view: ServerView) -> Server:
         """Replace the share of every client that replied."""
-        del view
         latest = server.latest | {str(client): outputs for client, outputs in total.items()}
         summed, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for own in latest.values():
@@ -138,5 +136,4 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     def client_model(self, state: Params, down: Targets, view: ClientView) -> ClientModel:
         """θ_k."""
-        del down, view
         return ClientModel(state)

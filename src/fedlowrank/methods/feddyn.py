@@ -76,7 +76,6 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def download(self, server: Cloud, client: ClientInfo) -> Down:
         """θ^t."""
-        del client
         return Down(server.model, None if self.evaluate == "cloud" else server.mean)
 
     def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
@@ -88,7 +87,6 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:
         """θ_k, all with the same weight."""
-        del client, server
         return Mean(widen(upload))
 
     def server_update(self, server: Cloud, total: Params, view: ServerView) -> Cloud:
@@ -103,7 +101,6 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:
         """θ; or the mean of the last replies, with θ as a second series."""
-        del state, view
         if down.mean is None:
             return ClientModel(down.model)
         return ClientModel(down.mean, {"mean_of_clients": down.mean, "cloud": down.model})

@@ -109,7 +109,6 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
-        del server
         factors, n = received(upload), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 

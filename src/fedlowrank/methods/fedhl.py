@@ -138,7 +138,6 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """Line 15: the factors of W_{t+1}^i; and what is shared beside, weighted by n_i."""
-        del server
         return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

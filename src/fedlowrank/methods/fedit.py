@@ -75,7 +75,6 @@ class FedIT(Method[Server, Params, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """B and A."""
-        del client
         return self.tuning.message(server.factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
@@ -87,12 +86,10 @@ class FedIT(Method[Server, Params, Message, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
         """Both factors and what is shared beside, weighted by n_i."""
-        del server
         return Mean((received(upload), upload.rest), client.examples)
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """Means, weighted by n_i."""
-        del view
         factors, rest = total
         return Server(factors, rest, server.scaling)
 

@@ -147,7 +147,6 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
 
     def upload_form(self, expected: CompressedUpdate, task: Task) -> dict[str, OneOf | Tensor]:
         """Each weight whole, or as factors of any rank that makes them smaller."""
-        del expected
         mentee = task.smallest_model(self.mentee).initial
         return {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
 
@@ -164,5 +163,4 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
 
     def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""
-        del down, view
         return ClientModel(state.mentor)

@@ -93,7 +93,6 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k(x) + μ/2 ‖x - x^t‖², and the update divided by ‖a_k‖₁."""
-        del state
         proximal = ProximalTerm(self.mu, center=down)
         end = view.train(supervised_loss(view.model), down, "local", self.optimizer, proximal_term=proximal)
         shrinkage = self.mu * self.optimizer.learning_rate(view.round)
@@ -102,7 +101,6 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """d_k, weighted by n_k."""
-        del server
         return Mean(widen(upload), client.examples)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

@@ -131,7 +131,6 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def server_update(self, server: Prototypes, total: dict[str, Tensor], view: ServerView) -> Prototypes:
         """Mean over the owners of each class; a class without owners keeps its prototype."""
-        del view
         seen = total["weight"] > 0
         mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
         return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)

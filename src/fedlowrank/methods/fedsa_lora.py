@@ -72,7 +72,6 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """A."""
-        del client
         return self.tuning.message(server.factors, server.rest)
 
     def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
@@ -83,12 +82,10 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
         """A and what is shared beside, weighted by n_i."""
-        del server
         return Mean((received(upload), upload.rest), client.examples)
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """The mean of A, weighted by n_i."""
-        del server, view
         factors, rest = total
         return Server(factors, rest)
 

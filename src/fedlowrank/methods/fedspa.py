@@ -174,7 +174,6 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One step along the mean update."""
-        del view
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
         model = cast_like(sub(server.model, total["update"]), server.model)
         return Server(model, server.masks | masks)
@@ -185,6 +184,5 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
         """m_k ⊙ w, of which the values on the mask are stored."""
-        del view
         sparse = {n: Sparse(v, state[n]) if n in state else v for n, v in down.items()}
         return ClientModel(spread(down, state), parts={"personal": (sparse,)})

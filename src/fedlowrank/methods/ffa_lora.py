@@ -70,7 +70,6 @@ class FFALoRA(Method[Server, Params, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """B."""
-        del client
         return self.tuning.message(server.factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
@@ -83,12 +82,10 @@ class FFALoRA(Method[Server, Params, Message, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
         """B and what is shared beside, weighted by n_i."""
-        del server
         return Mean((received(upload), upload.rest), client.examples)
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """The mean of B, weighted by n_i."""
-        del server, view
         factors, rest = total
         return Server(factors, rest)
 

@@ -96,7 +96,6 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, for their products are averaged; and what is shared beside, weighted by n_i."""
-        del server
         return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

@@ -113,7 +113,6 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, to be stacked; and what is shared beside, weighted by n_i."""
-        del server
         return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

@@ -134,7 +134,6 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
         """No θ until the client has trained."""
-        del task
         if self.router.routing == "optimal":
             known_cluster(self.title, client, self.clusters)
         return None

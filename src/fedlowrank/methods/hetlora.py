@@ -126,7 +126,6 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def upload_form(self, expected: Message, task: Task) -> OneOf:
         """Of the rank received, or of what pruning leaves of it."""
-        del task
         kept = max(1, int(self.prune * rank_of_factors(expected.factors)))
         return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
 
@@ -148,7 +147,6 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Means of padded factors."""
-        del view
         # without weight, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
         if self.per_index and total["factors"] is not None:

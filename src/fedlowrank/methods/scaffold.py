@@ -96,7 +96,6 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:
         """Both differences, all clients with the same weight."""
-        del client, server
         return Mean(widen(upload))
 
     def server_update(self, server: Controlled, total: Controlled, view: ServerView) -> Controlled:
@@ -110,5 +109,4 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:
         """The global model x."""
-        del state, view
         return ClientModel(down.model)

@@ -277,7 +277,6 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def without_replies(self, server: ServerState) -> Any:
         """With the server's own noise, an empty sum: a round without clients releases noise, too."""
-        del server
         if not self.is_central or self.distributed:
             return None
         zero = torch.zeros(1, dtype=torch.float64)
