@@ -21,6 +21,7 @@ from .returned import check_function, check_passes, check_start
 from .signatures import check_class
 from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
+from .update import Update
 
 __all__ = [
     "Batch",
@@ -34,6 +35,7 @@ __all__ = [
     "ServerView",
     "Task",
     "Trainer",
+    "Update",
 ]
 
 S = TypeVar("S")  # server state
@@ -234,9 +236,6 @@ class ServerView:
         return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
-_FLAGS = "heterogeneous", "needs_classes", "uses_rounds", "couples_examples", "one_model"
-
-
 @dataclass(frozen=True)
 class Method(CheckedFields, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions are pure.
@@ -269,8 +268,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     couples_examples: ClassVar[bool] = False
     """Whether the loss of a batch is no mean over its examples, so that a batch cannot be taken in parts."""
     one_model: ClassVar[bool] = False
-    """Whether a client trains and infers by one model, the one it is sent, so that a server can average the running
-    statistics of its batch normalizations."""
+    """Whether all clients train and infer by one model, the server's, as they are sent it. A server can then average
+    the running statistics of its batch normalizations, and one model is evaluated for all clients."""
     forgets: ClassVar[str] = ""
     """Why the state of an optimizer means nothing in the next round, so that ``optimizer.keep`` is refused; empty where
     it does."""
@@ -287,17 +286,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def check_class(cls) -> None:
         """Refuse a class with misspelt hooks, hooks that take other arguments, or fields that are no settings."""
         check_class(cls, Method)
-
-    @property
-    def is_global(self) -> bool:
-        """Whether every client uses the server's model as it is: no hook tells them apart."""
-        hooks = "download", "client_model", "server_model"
-        return all(getattr(type(self), name) is getattr(Method, name) for name in hooks)
-
-    def describe_as(self, inner: Method[Any, Any, Any, Any]) -> None:
-        """Take over what the class of another method says of it; for methods that wrap one."""
-        for name in ("title", "citation", "at_rest", *_FLAGS):
-            object.__setattr__(self, name, getattr(inner, name))
 
     def remarks(self, task: Task) -> list[str]:
         """What a user should know of the settings on this task, such as a rank other than the one set."""
@@ -334,27 +322,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
         """The client's box: its next state, and what it sends back."""
 
-    def upload_form(self, expected: U, task: Task) -> Any:
-        """The form of an upload: ``expected``, with :class:`OneOf` and :class:`Lengths` where clients differ.
-
-        A server validates what comes over a network by it (:mod:`fedlowrank.network.validation.uploads`). It
-        may depend on a client's architecture, rank and cluster and on the form of what it was sent, and on
-        nothing else, the round included.
-
-        Args:
-            expected: what ``local_update`` returns where training changes every parameter; only its
-                structure, plain values, types and shapes mean something.
-            task: what is to be learnt.
-        """
-        return expected
-
-    def decode(self, upload: U, client: ClientInfo, server: S) -> Any:
-        """The upload whose numbers are compared with the reference; by default the upload itself.
-
-        Where uploads are compressed on their way, this undoes it; :meth:`contribution` takes either.
-        """
-        return upload
-
     def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
         """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contribution` leaves.
 
@@ -367,6 +334,19 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """
         return Mean(upload, client.examples)
 
+    def update(self, down: D, client: ClientInfo, task: Task) -> Update:
+        """What in an upload of this client is its update; by default the upload minus the download.
+
+        Both sides call it, the server in rounds without replies, too: it depends on the client's architecture, rank
+        and cluster and on what the client was sent, and on no upload.
+
+        Args:
+            down: what the client was sent.
+            client: who it is.
+            task: what is to be learnt.
+        """
+        return Update(down)
+
     @abstractmethod
     def server_update(self, server: S, total: Any, view: ServerView) -> S:
         """The server's box: its next state.
@@ -378,27 +358,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
                 each Each. Without any reply this function is not called and the server keeps its state.
             view: the task, and who replied.
         """
-
-    def reference(self, down: D, client: ClientInfo) -> Any:
-        """What an upload is compared with; the upload minus it is the update, clipped and compressed.
-
-        By default the download. It has the form of the upload, dicts for classes allowed; None in the place
-        of a part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose
-        place has other parts.
-
-        Args:
-            down: what the client was sent.
-            client: who it is.
-        """
-        return down
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The scale s of products B A in an upload, 1 by default; the effective update is s(B A - B₀ A₀)."""
-        return 1.0
-
-    def without_replies(self, server: S) -> Any:
-        """The total of a round without contributions; None, the default, lets the server keep its state."""
-        return None
 
     def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
         """The model that a client would use now; by default the download is its parameters.

@@ -24,6 +24,7 @@ from ..core.client_model import ClientModel
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.tree import Params, map, tree
+from ..core.update import Update
 from .families.clusters import (
     Apply,
     by_cluster,
@@ -105,9 +106,9 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         """Line 3."""
         return cluster_means(server, total)
 
-    def reference(self, down: Params, *_: Any) -> Any:
-        """The models as they were sent; π^k is no update."""
-        return {"models": down, "pi": None}
+    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        """Relative to the models as they were sent; π^k is no update."""
+        return Update({"models": down, "pi": None})
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
         """The mixture; for export the model with the largest share, since one model is not the mixture."""

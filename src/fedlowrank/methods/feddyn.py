@@ -22,13 +22,14 @@ where it is the inverse of the proximal step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
+from ..core.update import Update
 
 
 @tree
@@ -95,9 +96,9 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         model = cast_like(add(total, h, -1 / self.alpha), server.model)
         return Cloud(model, cast_like(total, server.mean), h)
 
-    def reference(self, down: Down, *_: Any) -> Params:
-        """θ^t."""
-        return down.model
+    def update(self, down: Down, client: ClientInfo, task: Task) -> Update:
+        """Relative to θ^t."""
+        return Update(down.model)
 
     def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:
         """θ; or the mean of the last replies, with θ as a second series."""

@@ -22,6 +22,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, cast_like, tree, widen
+from ..core.update import Update
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, Ledger, weighted
 from .families.lora import (
@@ -128,13 +129,9 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
-    def reference(self, down: Download, *_: Any) -> Message:
-        """Factors as they were sent."""
-        return down.message
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """Relative to the factors as they were sent, in the client's scale."""
+        return Update(down.message, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""

@@ -30,6 +30,7 @@ from ..core.contribution import Each, Mean
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
@@ -158,13 +159,9 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied])
         )
 
-    def reference(self, down: Download, *_: Any) -> Message:
-        """W^{r_i} as it was sent."""
-        return down.message
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """Relative to W^{r_i} as it was sent, in the client's scale."""
+        return Update(down.message, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""

@@ -20,6 +20,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.pair import Factors
 from .families.lora import (
     Message,
@@ -93,9 +94,9 @@ class FedIT(Method[Server, Params, Message, Message]):
         factors, rest = total
         return Server(factors, rest, server.scaling)
 
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+        """Relative to what was sent, in the client's scale."""
+        return Update(down, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean factors."""

@@ -20,6 +20,7 @@ from ..core.contribution import Mean
 from ..core.errors import TaskError
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.pair import Factors, Pair
 from .families.lora import Leaves, Message, Tuning, initial_factors, leaves_of, placed, received, tune
 
@@ -89,9 +90,9 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         factors, rest = total
         return Server(factors, rest)
 
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+        """Relative to what was sent, in the client's scale."""
+        return Update(down, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""

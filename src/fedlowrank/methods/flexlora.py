@@ -20,6 +20,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
@@ -108,9 +109,9 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
             update_deltas(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
         )
 
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+        """Relative to what was sent, in the client's scale."""
+        return Update(down, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""

@@ -23,6 +23,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, Ledger, weighted
 from .families.lora import (
@@ -124,13 +125,9 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
-    def reference(self, down: Download, *_: Any) -> Any:
-        """Nothing for factors, which begin anew; what is shared beside as it was sent."""
-        return {"factors": 0.0, "rest": down.rest}
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
+        return Update({"factors": 0.0, "rest": down.rest}, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""

@@ -31,6 +31,7 @@ from ..core.contribution import Each, Mean, Sum
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.switch import refuse_unread_field
 from ..core.tree import Params, cast_like, tree, widen
+from ..core.update import Update
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora import (
@@ -124,11 +125,6 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             factors = scaled(cut(factors, kept), ratio)
         return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
 
-    def upload_form(self, expected: Message, task: Task) -> OneOf:
-        """Of the rank received, or of what pruning leaves of it."""
-        kept = max(1, int(self.prune * rank_of_factors(expected.factors)))
-        return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
-
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = received(upload), float(client.examples)
@@ -155,9 +151,11 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+        """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
+        kept = max(1, int(self.prune * rank_of_factors(down.factors)))
+        pruned = self.tuning.message(cut(received(down), kept), down.rest)
+        return Update(down, self.tuning.scale_of(task, client), OneOf(down, pruned))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""

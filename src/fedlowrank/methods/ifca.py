@@ -26,6 +26,7 @@ from ..core.client_model import ClientModel
 from ..core.loss import sum_losses, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, map, tree
+from ..core.update import Update
 from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
 
 
@@ -85,9 +86,9 @@ class IFCA(Method[Params, None, Params, Upload]):
         """The mean of the members of each cluster."""
         return cluster_means(server, total)
 
-    def reference(self, *_: Any) -> Any:
-        """Nothing: the server learns which model was trained from the reply alone."""
-        return {"model": 0.0, "choice": None}
+    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        """The model relative to nothing: the server learns which one was trained from the reply alone."""
+        return Update({"model": 0.0, "choice": None})
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The model that fits the client's training data best."""
