@@ -30,7 +30,6 @@ from .families.lora import (
     Message,
     Scaling,
     Tuning,
-    factors_of,
     initial_factors,
     leaves_of,
     placed,
@@ -38,6 +37,7 @@ from .families.lora import (
     received,
     tune,
 )
+from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
 
 
 @tree
@@ -82,9 +82,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     title = "FedEx-LoRA"
     citation = "Singhal et al., ACL 2025, arXiv:2410.09432"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
+    remarks = describe_ranks
 
     def server_init(self, task: Task) -> Server:
         """A random A, B = 0, no residual."""
@@ -105,8 +103,8 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         base, start = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
         end = tune(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
-        kept = self.tuning.kept(end)
-        return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
+        kept, upload = reply(self, end)
+        return Own(base, kept), upload
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
@@ -137,9 +135,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
-        return ClientModel(
-            view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved)
-        )
+        return adapted_model(view, leaves, self.tuning.scale(view), frozen, moved)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
@@ -149,4 +145,4 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
         base = state.base.followed(down.residuals, self.keep, lora)
-        return base, leaves_of(received(down.message), state.rest | down.message.rest)
+        return base, leaves_of_message(down.message, state.rest)

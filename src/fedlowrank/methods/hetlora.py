@@ -49,6 +49,7 @@ from .families.lora import (
     scaled,
     tune,
 )
+from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
 
 
 @tree
@@ -90,19 +91,14 @@ class HetLoRA(Method[Server, Params, Message, Message]):
                 self, "penalty", self.title, f"with {self.title}.prune = {self.prune}", "set prune below 1"
             )
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
+    remarks = describe_ranks
+    client_init = initial_rest
 
     def server_init(self, task: Task) -> Server:
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
         return Server(initial_factors(task, rank), rest, scaling, {})
-
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """The head, where it is personal."""
-        return self.tuning.own_rest(task.model(client))
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
@@ -113,7 +109,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train, and prune where the tail has shrunk."""
-        start = leaves_of(received(down), state | down.rest)
+        start = leaves_of_message(down, state)
         rank = rank_of_factors(factors_of(start))
         kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
@@ -159,10 +155,8 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
-        leaves = leaves_of(received(down), state | down.rest)
-        rank = rank_of_factors(factors_of(leaves))
-        scale = self.tuning.scale(view, rank)
-        return ClientModel(view.model.initial | placed(view.model, leaves, scale, {}, {}))
+        rank = rank_of_factors(down.factors)
+        return adapted_model(view, leaves_of_message(down, state), self.tuning.scale(view, rank))
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""
