@@ -238,9 +238,11 @@ class ServerView:
 
 @dataclass(frozen=True)
 class Method(CheckedFields, Generic[S, C, D, U]):
-    """A federated method. Its fields are hyper-parameters; its functions are pure.
+    """A federated method. Its fields are hyper-parameters; its functions, the hooks, are pure.
 
-    A method is final: it calls shared verbs and inherits from no other method.
+    A method is written for one client and the server; engines execute it for many clients. ``server_init``,
+    ``local_update`` and ``server_update`` have no default. A method is final: it calls shared verbs and inherits from
+    no other method.
 
     Attributes:
         epochs: E, passes of a client over its own data in a round.

@@ -103,8 +103,8 @@ class Inspection:
         """
         method, infos = self.method, {c.id: c for c in self.task.clients}
         found = {i: decompress_upload(method, u, infos[i], server) for i, u in uploads.items()}
-        known = {i: self._update(infos[i], server) for i in found}
-        references = {i: update.reference for i, update in known.items()}
+        definitions = {i: self._update(infos[i], server) for i in found}
+        references = {i: one.reference for i, one in definitions.items()}
         if self.trust.attack.kind in ON_UPDATES:
             updates = {i: update_of(u, references[i]) for i, u in found.items()}
             sent = attack_updates(updates, self.hostile, self.trust.attack, key)
@@ -112,10 +112,10 @@ class Inspection:
             found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
         weights = dict.fromkeys(found, 1.0)
         if self.trust.robust.rule in WEIGHING and found:
-            weights = self._weigh(found, known, infos, refused)
+            weights = self._weigh(found, definitions, infos, refused)
             if self.trust.robust.rule == "norm_bound":
                 for i, u in found.items():
-                    found[i] = self._bounded(u, known[i], weights[i])
+                    found[i] = self._bounded(u, definitions[i], weights[i])
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
 
     def least_replies(self, count: int, refused: int = 0) -> int:
@@ -194,21 +194,22 @@ class Inspection:
     def _weigh(
         self,
         uploads: Mapping[int, Any],
-        known: Mapping[int, Update],
+        definitions: Mapping[int, Update],
         infos: Mapping[int, ClientInfo],
         refused: int,
     ) -> dict[int, float]:
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
         if rule == "norm_bound":
             norms = [
-                norm(u, known[i].reference, known[i].scale, effective=effective) for i, u in uploads.items()
+                norm(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                for i, u in uploads.items()
             ]
             found = norm_factors(torch.tensor(norms, dtype=torch.float64))
         else:
             try:
                 products = gram(
                     [
-                        blocks(u, known[i].reference, known[i].scale, effective=effective)
+                        blocks(u, definitions[i].reference, definitions[i].scale, effective=effective)
                         for i, u in uploads.items()
                     ]
                 )
@@ -233,11 +234,13 @@ class Inspection:
             [float(counted(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
         )
 
-    def _bounded(self, upload: Any, known: Update, factor: float) -> Any:
+    def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
         if factor >= 1:
             return upload
-        size = norm(upload, known.reference, known.scale, effective=self.effective)
-        return shrink(upload, known.reference, factor * size, known.scale, effective=self.effective)[0]
+        size = norm(upload, definition.reference, definition.scale, effective=self.effective)
+        return shrink(
+            upload, definition.reference, factor * size, definition.scale, effective=self.effective
+        )[0]
 
 
 def averages_factors(contribution: Any) -> bool:

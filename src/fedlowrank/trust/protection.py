@@ -165,9 +165,9 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         """The method's, then: clip, add noise, compress."""
         found = self.inner.local_update(state.inner, down.message, view)
         inner, upload = check_pair(self.inner, found)
-        known = self._update(down.message, view.info)
-        reference = known.reference
-        upload, within = self._clipped(upload, known, down)
+        definition = self._update(down.message, view.info)
+        reference = definition.reference
+        upload, within = self._clipped(upload, definition, down)
         if self.trust.privacy.kind == "local":
             upload = self._with_local_noise(upload, reference, down, view)
         if not self._stages:
@@ -181,13 +181,13 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             compressed = compress(self._stages, tree.cast_like(update, like), key)
         return ClientState(inner, residual), Upload(rest, compressed, within)
 
-    def _clipped(self, upload: Any, known: Update, down: Download) -> tuple[Any, Tensor | None]:
+    def _clipped(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         if bound is None:
             return upload, None
         # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
-        effective, reference = self.trust.privacy.kind == "none", known.reference
-        upload, size = shrink(upload, reference, bound, known.scale, effective=effective)
+        effective, reference = self.trust.privacy.kind == "none", definition.reference
+        upload, size = shrink(upload, reference, bound, definition.scale, effective=effective)
         if not effective and not math.isfinite(size):
             # what cannot be bounded is not sent
             upload = replace_numbers(upload, referenced(upload, reference))
