@@ -68,6 +68,8 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("core.task", "Task ClientInfo Pass Batch"),
             *_names("core.contribution", "Mean Sum Each"),
             *_names("core.client_model", "ClientModel"),
+            *_names("core.update", "Update"),
+            *_names("core.forms", "OneOf Lengths"),
             *_names("core.key", "Key"),
             *_names(
                 "core.loss", "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence"

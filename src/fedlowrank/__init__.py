@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .core.losses import Loss
     from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
     from .core.optimizer import SGD, AdamW, Group, LocalSchedule, Schedule
+    from .core.update import Update
     from .data.augment import Augment
     from .data.federation import Federation
     from .methods import METHODS
@@ -43,6 +44,7 @@ _MODULES = {
     "core.losses": "Loss",
     "core.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
     "core.optimizer": "SGD, AdamW, Group, LocalSchedule, Schedule",
+    "core.update": "Update",
     "data.augment": "Augment",
     "data.federation": "Federation",
     "methods": "METHODS",
@@ -106,6 +108,7 @@ __all__ = [
     "ServerView",
     "Sum",
     "Task",
+    "Update",
     "average_by_examples",
     "cross_entropy",
     "load_rounds",

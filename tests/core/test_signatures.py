@@ -147,7 +147,6 @@ MISTAKES = {
         with_body("def passes(self):\n    yield 'local', Pass()"),
         ["passes (line 18) yields and must return its result"],
     ),
-    "a function for a property": (with_body("def is_global(self): return False"), ["is_global must be a property"]),
     "a function for a field": (
         with_body("def optimizer(self): return SGD(lr=0.1)"),
         ["optimizer (line 18) is a function and must be a field. Write optimizer: Optimizer = ..."],
@@ -243,7 +242,6 @@ ALLOWED = {
     + "\nBase = My\nclass My(Base):\n    label = 'y'\n",
     "a constructor of its own": "class My(FedAvg):\n    beta: float\n    gamma = 2\n    def __init__(self, beta=1.0):\n"
     "        super().__init__()\n        object.__setattr__(self, 'beta', beta)\n",
-    "a flag for a property": with_body("is_global = False"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank import SGD, ClientModel, ClientView, Federation, Group, Method, Pass, ServerView
+from fedlowrank import SGD, ClientModel, ClientView, Federation, Group, Method, Pass, ServerView, Update
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import contribution, tree
@@ -165,9 +165,9 @@ def test_the_table_of_hooks_is_the_contract() -> None:
     rows = rows_below("## Every hook", "**`ClientModel")
     shown = {re.sub(r"\(.*", "", name.strip("`")): name.strip("`") for name in rows}
     hooks = {n: v for n, v in vars(Method).items() if n[0] != "_" and inspect.isfunction(v)}
-    # what wrappers and engines use, not hooks
-    for name in ("describe_as", "local_passes"):
-        del hooks[name]
+    # what engines use, no hook
+    del hooks["local_passes"]
+    assert len(hooks) <= 13
     assert shown == {n: f"{n}({', '.join(inspect.signature(v).parameters)})" for n, v in hooks.items()}
     needed = [name for name, row in zip(shown, rows.values(), strict=True) if row[-1] == "–"]
     assert set(needed) == Method.__abstractmethods__
@@ -183,7 +183,7 @@ def test_the_tables_of_arguments_are_the_signatures() -> None:
     for (name, row), p in zip(rows.items(), parameters, strict=True):
         wanted = {repr(p.empty): "–", "None": "`None`", "()": "`()`"}
         assert row[-1] == wanted.get(repr(p.default), "none"), name
-    for made in (Pass, ClientModel):
+    for made in (Pass, ClientModel, Update):
         (shown,) = re.findall(rf"\*\*`{made.__name__}\((.*?)\)`", PAGE)
         fields = dataclasses.fields(made)
         expected = [
@@ -194,6 +194,9 @@ def test_the_tables_of_arguments_are_the_signatures() -> None:
         assert shown.split(", ") == expected
     assert list(rows_below("**`ClientModel(", "So `ClientModel")) == [
         f"`{f.name}`" for f in dataclasses.fields(ClientModel)
+    ]
+    assert list(rows_below("**`Update(", "So a client")) == [
+        f"`{f.name}`" for f in dataclasses.fields(Update)
     ]
     assert [f.name for f in dataclasses.fields(ProximalTerm)] == ["strength", "center", "linear"]
     assert {"task", "round", "key", "replied"} <= {f.name for f in dataclasses.fields(ServerView)}

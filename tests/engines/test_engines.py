@@ -270,6 +270,14 @@ class TakesAnyModel(Plain):
 
 
 @dataclass(frozen=True)
+class ClaimsOneModel(Plain):
+    one_model = True
+
+    def client_model(self, state: Any, down: Params, view: ClientView) -> ClientModel:
+        return ClientModel({n: p + view.info.id for n, p in down.items()})
+
+
+@dataclass(frozen=True)
 class MixesLater(Plain):
     """Mixes the losses of the clients of a cohort, from the second step on: the engine compares the first alone."""
 
@@ -299,6 +307,7 @@ class MixesLater(Plain):
         (OwnRate(), "still", "learning rate of 0"),
         (ClimbsTheLoss(), "learns", ""),
         (NeedsAState(), "unseen", ""),
+        (ClaimsOneModel(), "one_model", "client 1 uses another model"),
         (TakesAnyModel(), "refuses", ""),
         (MixesLater(), "vectorized", "differs"),
     ],

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank import Federation, simulate
+from fedlowrank import ClientModel, ClientView, Federation, simulate
 from fedlowrank.engines import Sequential
-from fedlowrank.methods import METHODS
+from fedlowrank.methods import METHODS, FedAvg
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord, read_lines
 from fedlowrank.simulation.run import Run
@@ -302,3 +302,24 @@ def test_checkpoints_are_ten_seconds_apart(tmp_path: Path, monkeypatch: pytest.M
     )
     # rounds 0, 4 and 8 come 12 seconds after the one before; the last round is always saved
     assert seen == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 10]
+
+
+@pytest.mark.parametrize(("states_one_model", "made"), [(True, 1), (False, 7)])
+def test_a_method_of_one_model_makes_it_once_for_all_clients(states_one_model: bool, made: int) -> None:
+    calls: list[int] = []
+
+    class Counted(FedAvg):
+        one_model = states_one_model
+
+        def client_model(self, state: Any, down: Any, view: ClientView) -> ClientModel:
+            calls.append(view.info.id)
+            return ClientModel(down)
+
+    run = Run(Counted(), federation(linear), RunSettings(rounds=1), Sequential())
+    found = run.evaluation()
+    assert len(calls) == made
+    assert found is not None
+    plain = Run(FedAvg(), federation(linear), RunSettings(rounds=1), Sequential()).evaluation()
+    assert plain is not None
+    assert found.accuracy == plain.accuracy
+    assert found.risk == plain.risk

@@ -163,6 +163,16 @@ def test_a_client_that_exaggerates_is_clipped_by_the_server() -> None:
     assert np.linalg.norm(vector(contribution["sum"].value)) == pytest.approx(0.05, rel=1e-12)
 
 
+def test_no_clients_data_travel_with_a_protected_method() -> None:
+    """An engine pickles the method, and a tensor is pickled with all that it is a view of."""
+    run = run_of(clipping=Clipping(0.05))
+    assert isinstance(run.method, Protected)
+    for name, model in run.method.task.architectures.items():
+        data, own = run.federation.architectures[name].example, model.example
+        assert torch.equal(own, data)
+        assert own.untyped_storage().nbytes() == own.nbytes < data.untyped_storage().nbytes()
+
+
 def _sent(upload: Any) -> Any:
     return Upload(upload, None, None)
 

@@ -21,6 +21,7 @@ from .returned import check_function, check_passes, check_start
 from .signatures import check_class
 from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
+from .update import Update
 
 __all__ = [
     "Batch",
@@ -34,6 +35,7 @@ __all__ = [
     "ServerView",
     "Task",
     "Trainer",
+    "Update",
 ]
 
 S = TypeVar("S")  # server state
@@ -234,14 +236,13 @@ class ServerView:
         return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
-_FLAGS = "heterogeneous", "needs_classes", "uses_rounds", "couples_examples", "one_model"
-
-
 @dataclass(frozen=True)
 class Method(CheckedFields, Generic[S, C, D, U]):
-    """A federated method. Its fields are hyper-parameters; its functions are pure.
+    """A federated method. Its fields are hyper-parameters; its functions, the hooks, are pure.
 
-    A method is final: it calls shared verbs and inherits from no other method.
+    A method is written for one client and the server; engines execute it for many clients. ``server_init``,
+    ``local_update`` and ``server_update`` have no default. A method is final: it calls shared verbs and inherits from
+    no other method.
 
     Attributes:
         epochs: E, passes of a client over its own data in a round.
@@ -269,8 +270,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     couples_examples: ClassVar[bool] = False
     """Whether the loss of a batch is no mean over its examples, so that a batch cannot be taken in parts."""
     one_model: ClassVar[bool] = False
-    """Whether a client trains and infers by one model, the one it is sent, so that a server can average the running
-    statistics of its batch normalizations."""
+    """Whether all clients train and infer by one model, the server's, as they are sent it. A server can then average
+    the running statistics of its batch normalizations, and one model is evaluated for all clients."""
     forgets: ClassVar[str] = ""
     """Why the state of an optimizer means nothing in the next round, so that ``optimizer.keep`` is refused; empty where
     it does."""
@@ -288,20 +289,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """Refuse a class with misspelt hooks, hooks that take other arguments, or fields that are no settings."""
         check_class(cls, Method)
 
-    @property
-    def is_global(self) -> bool:
-        """Whether every client uses the server's model as it is: no hook tells them apart."""
-        hooks = "download", "client_model", "server_model"
-        return all(getattr(type(self), name) is getattr(Method, name) for name in hooks)
-
-    def describe_as(self, inner: Method[Any, Any, Any, Any]) -> None:
-        """Take over what the class of another method says of it; for methods that wrap one."""
-        for name in ("title", "citation", "at_rest", *_FLAGS):
-            object.__setattr__(self, name, getattr(inner, name))
-
     def remarks(self, task: Task) -> list[str]:
         """What a user should know of the settings on this task, such as a rank other than the one set."""
-        del task
         return []
 
     def passes(self) -> dict[str, Pass]:
@@ -317,7 +306,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """Which clients train in a round, by default the clients that the protocol sampled."""
-        del everyone
         return sampled
 
     @abstractmethod
@@ -326,40 +314,15 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     def client_init(self, task: Task, client: ClientInfo) -> C:
         """State of a client before its first round; by default a client keeps nothing."""
-        del task, client
         return cast(C, None)
 
     def download(self, server: S, client: ClientInfo) -> D:
         """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
-        del client
         return cast(D, server)
 
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
         """The client's box: its next state, and what it sends back."""
-
-    def upload_form(self, expected: U, task: Task) -> Any:
-        """The form of an upload: ``expected``, with :class:`OneOf` and :class:`Lengths` where clients differ.
-
-        A server validates what comes over a network by it (:mod:`fedlowrank.network.validation.uploads`). It
-        may depend on a client's architecture, rank and cluster and on the form of what it was sent, and on
-        nothing else, the round included.
-
-        Args:
-            expected: what ``local_update`` returns where training changes every parameter; only its
-                structure, plain values, types and shapes mean something.
-            task: what is to be learnt.
-        """
-        del task
-        return expected
-
-    def decode(self, upload: U, client: ClientInfo, server: S) -> Any:
-        """The upload whose numbers are compared with the reference; by default the upload itself.
-
-        Where uploads are compressed on their way, this undoes it; :meth:`contribution` takes either.
-        """
-        del client, server
-        return upload
 
     def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
         """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contribution` leaves.
@@ -371,8 +334,20 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             client: who sent it.
             server: its state, as the client's download was made from it.
         """
-        del server
         return Mean(upload, client.examples)
+
+    def update(self, down: D, client: ClientInfo, task: Task) -> Update:
+        """What in an upload of this client is its update; by default the upload minus the download.
+
+        Both sides call it, the server in rounds without replies, too: it depends on the client's architecture, rank
+        and cluster and on what the client was sent, and on no upload.
+
+        Args:
+            down: what the client was sent.
+            client: who it is.
+            task: what is to be learnt.
+        """
+        return Update(down)
 
     @abstractmethod
     def server_update(self, server: S, total: Any, view: ServerView) -> S:
@@ -386,30 +361,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             view: the task, and who replied.
         """
 
-    def reference(self, down: D, client: ClientInfo) -> Any:
-        """What an upload is compared with; the upload minus it is the update, clipped and compressed.
-
-        By default the download. It has the form of the upload, dicts for classes allowed; None in the place
-        of a part that is no update, and 0.0 in the place of one that is itself an update, as is a part whose
-        place has other parts.
-
-        Args:
-            down: what the client was sent.
-            client: who it is.
-        """
-        del client
-        return down
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The scale s of products B A in an upload, 1 by default; the effective update is s(B A - B₀ A₀)."""
-        del task, client
-        return 1.0
-
-    def without_replies(self, server: S) -> Any:
-        """The total of a round without contributions; None, the default, lets the server keep its state."""
-        del server
-        return None
-
     def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
         """The model that a client would use now; by default the download is its parameters.
 
@@ -420,7 +371,6 @@ class Method(CheckedFields, Generic[S, C, D, U]):
             down: what it was sent last.
             view: of the client; its training data may be used, as for a step of adaptation.
         """
-        del state, view
         params: Any = down
         return ClientModel(params)
 
@@ -430,10 +380,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has,
         such as a personal head.
         """
-        del server, state, view
         return None
 
     def metrics(self, server: S) -> dict[str, dict[str, float]]:
         """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
-        del server
         return {}

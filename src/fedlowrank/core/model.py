@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from . import tree
 from .key import Key
 from .tree import Params
 
@@ -118,3 +120,16 @@ class Model(Protocol):
     def changed_buffers(self) -> Params:
         """Buffers that ``forward`` has changed."""
         ...
+
+
+M = TypeVar("M", bound=Model)
+
+
+def without_data(model: M) -> M:
+    """A copy of the model that can be sent elsewhere: its code and parameters, and no client's data.
+
+    The example is mostly a view of a client's data, and a view is pickled with all that it is a view of.
+    """
+    made = copy.copy(model)
+    made.example, made.cache = tree.map(Tensor.clone, model.example), {}
+    return made

@@ -103,9 +103,6 @@ def _unfit(cls: type[Any], contract: Any) -> Iterator[str]:
             yield f"{name} is of type {kind} and must be a function. Write {_written(hook)}"
         elif wrong := _wrong_arguments(getattr(cls, name), hook):
             yield f"{name}{_place(value)} {wrong}. Write {_written(hook)}"
-    for name, value in vars(contract).items():
-        if isinstance(value, property) and inspect.isfunction(_defined(cls, name)):
-            yield f"{name} must be a property. Write @property above its def"
     for name, hint in _annotations(contract).items():
         value = _defined(cls, name)
         if name not in _variables(contract) and (inspect.isfunction(value) or isinstance(value, property)):
@@ -178,8 +175,7 @@ def _fields(cls: type[Any], contract: Any) -> Iterator[str]:
     for name, value in vars(cls).items():
         is_value = isinstance(value, _VALUES) or dataclasses.is_dataclass(value)
         is_meant = name[0] != "_" and not name.isupper() and not isinstance(value, type)
-        of_contract = _defined(contract, name)
-        is_hook = inspect.isfunction(of_contract) or isinstance(of_contract, property)
+        is_hook = inspect.isfunction(_defined(contract, name))
         if not is_value or not is_meant or is_hook or name in annotations or name in variables:
             continue
         if any(_is_class_variable(_annotations(base).get(name)) for base in cls.__mro__):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
 import traceback
@@ -14,6 +13,7 @@ import torch
 
 from ..core import tree
 from ..core.method import Task
+from ..core.model import without_data
 from ..data.dataset import ClientData, Examples, Stored
 from ..data.federation import Federation
 from ..data.pixels import Pixels
@@ -48,9 +48,7 @@ def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: in
     first = federation.clients[0].train
     models = {}
     for name, model in federation.architectures.items():
-        models[name] = copy.copy(model) if first.y.device.type == "cpu" else model.to("cpu")
-        # the example is mostly a view of a client's data, and a view is pickled with all that it is a view of
-        models[name].example, models[name].cache = tree.map(torch.clone, models[name].example), {}
+        models[name] = without_data(model if first.y.device.type == "cpu" else model.to("cpu"))
     nothing = _decode_examples(tree.map(lambda t: t[:0].cpu().clone(), _plain(first)))
     clients = [ClientData(nothing, nothing, nothing)] * len(federation.clients)
     empty = replace(federation, clients=clients, architectures=models, here=frozenset())

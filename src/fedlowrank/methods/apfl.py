@@ -103,10 +103,8 @@ class APFL(Method[Params, Own, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Own, down: Params, view: ClientView) -> ClientModel:
         """v̄ with the global w received."""
-        del view
         return ClientModel(mixture(state.a, state.v, down))

@@ -64,10 +64,8 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """v_k, and w as a second series."""
-        del view
         return ClientModel(state, {"personal": state, "global": down})

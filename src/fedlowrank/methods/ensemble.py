@@ -24,6 +24,7 @@ from ..core.client_model import ClientModel
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.tree import Params, map, tree
+from ..core.update import Update
 from .families.clusters import (
     Apply,
     by_cluster,
@@ -75,7 +76,6 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
         """No θ until the client has trained."""
-        del task
         if self.router.routing == "optimal":
             known_cluster(self.title, client, self.clusters)
         return None
@@ -100,17 +100,15 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """Each w^k_c weighted by π^k_c N^k."""
-        del server
         return by_cluster(upload.models, cluster_weights(self.title, client, upload.pi, self.clusters))
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """Line 3."""
-        del view
         return cluster_means(server, total)
 
-    def reference(self, down: Params, *_: Any) -> Any:
-        """The models as they were sent; π^k is no update."""
-        return {"models": down, "pi": None}
+    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        """Relative to the models as they were sent; π^k is no update."""
+        return Update({"models": down, "pi": None})
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
         """The mixture; for export the model with the largest share, since one model is not the mixture."""

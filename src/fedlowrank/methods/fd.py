@@ -19,7 +19,6 @@ architecture begin with the same initial weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each
 from ..core.loss import soft_cross_entropy, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree, widen
+from ..core.tree import Params, tree, widen
+from ..core.update import Update
 
 
 @tree
@@ -113,18 +113,12 @@ class FD(Method[Server, Params, Targets, Outputs]):
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])
 
-    def upload_form(self, expected: Outputs, task: Task) -> Lengths:
-        """A row for every label that the client owns."""
-        return Lengths(map(lambda t: t[:0], expected), task.classes)
-
     def contribution(self, upload: Outputs, client: ClientInfo, server: Server) -> Each:
         """The client's own outputs: the next download to it leaves them out."""
-        del client, server
         return Each(upload)
 
     def server_update(self, server: Server, total: dict[int, Outputs], view: ServerView) -> Server:
         """Replace the share of every client that replied."""
-        del view
         latest = server.latest | {str(client): outputs for client, outputs in total.items()}
         summed, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for own in latest.values():
@@ -132,11 +126,11 @@ class FD(Method[Server, Params, Targets, Outputs]):
             count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
         return Server(summed, count, latest)
 
-    def reference(self, *_: Any) -> dict[str, float | None]:
-        """Nothing: mean outputs are compared with none."""
-        return {"labels": None, "mean": 0.0}
+    def update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
+        """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""
+        form = Lengths(Outputs(torch.zeros(0, dtype=torch.int64), down.mean[:0]), task.classes)
+        return Update({"labels": None, "mean": 0.0}, form=form)
 
     def client_model(self, state: Params, down: Targets, view: ClientView) -> ClientModel:
         """θ_k."""
-        del down, view
         return ClientModel(state)

@@ -54,7 +54,6 @@ def mixed(weights: Params, received: Params, own: Params) -> Params:
 
 def clipped(weights: Params, _: float, *constants: Params) -> Params:
     """Weights in [0, 1]."""
-    del constants
     return map(lambda w: w.clamp(0, 1), weights)
 
 
@@ -125,7 +124,6 @@ class FedALA(Method[Params, Own, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Own, down: Params, view: ClientView) -> ClientModel:

@@ -43,15 +43,12 @@ class FedAvg(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k from θ^t."""
-        del state
         return None, view.train(supervised_loss(view.model), down, "local", self.optimizer)
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """θ_k, weighted by n_k."""
-        del server
         return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""
-        del server, view
         return total

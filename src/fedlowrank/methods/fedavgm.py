@@ -60,7 +60,6 @@ class FedAvgM(Method[Server, None, Params, Params]):
 
     def download(self, server: Server, client: ClientInfo) -> Params:
         """w^t."""
-        del client
         return server.model
 
     local_update = train_model
@@ -68,7 +67,6 @@ class FedAvgM(Method[Server, None, Params, Params]):
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step with momentum from w^t towards the mean of the replies."""
-        del view
         # v <- β v + Δ with Δ = w^t - mean of w_k
         velocity = add(sub(server.model, total), server.velocity, self.server_momentum)
         return Server(cast_like(add(server.model, velocity, -self.server_lr), server.model), velocity)

@@ -73,17 +73,14 @@ class FedBABU(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on the body below the frozen head."""
-        del state
         return None, self._trained(down, view.model.head_of(view.model.initial), "body", self.optimizer, view)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the bodies, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The common model fine-tuned on the client's training data, and the common model."""
-        del state
         model = view.model
         common = down | model.head_of(model.initial)
         trained = {"whole": common, "head": model.head_of(common), "body": down}[self.fine_tuned_part]

@@ -75,12 +75,10 @@ class FedBN(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """Fresh common parameters, own scales and shifts."""
-        del view
         return ClientModel(down | state)
 
     def _names(self, model: Model) -> set[str]:

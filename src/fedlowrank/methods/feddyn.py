@@ -22,13 +22,14 @@ where it is the inverse of the proximal step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
+from ..core.update import Update
 
 
 @tree
@@ -76,7 +77,6 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def download(self, server: Cloud, client: ClientInfo) -> Down:
         """θ^t."""
-        del client
         return Down(server.model, None if self.evaluate == "cloud" else server.mean)
 
     def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
@@ -88,7 +88,6 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:
         """θ_k, all with the same weight."""
-        del client, server
         return Mean(widen(upload))
 
     def server_update(self, server: Cloud, total: Params, view: ServerView) -> Cloud:
@@ -97,13 +96,12 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         model = cast_like(add(total, h, -1 / self.alpha), server.model)
         return Cloud(model, cast_like(total, server.mean), h)
 
-    def reference(self, down: Down, *_: Any) -> Params:
-        """θ^t."""
-        return down.model
+    def update(self, down: Down, client: ClientInfo, task: Task) -> Update:
+        """Relative to θ^t."""
+        return Update(down.model)
 
     def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:
         """θ; or the mean of the last replies, with θ as a second series."""
-        del state, view
         if down.mean is None:
             return ClientModel(down.model)
         return ClientModel(down.mean, {"mean_of_clients": down.mean, "cloud": down.model})

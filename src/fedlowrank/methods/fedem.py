@@ -99,7 +99,6 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the components, weighted by n_k and not by the shares."""
-        del server, view
         return total
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:

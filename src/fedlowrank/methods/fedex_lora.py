@@ -22,6 +22,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, cast_like, tree, widen
+from ..core.update import Update
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, Ledger, weighted
 from .families.lora import (
@@ -29,7 +30,6 @@ from .families.lora import (
     Message,
     Scaling,
     Tuning,
-    factors_of,
     initial_factors,
     leaves_of,
     placed,
@@ -37,6 +37,7 @@ from .families.lora import (
     received,
     tune,
 )
+from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
 
 
 @tree
@@ -81,9 +82,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     title = "FedEx-LoRA"
     citation = "Singhal et al., ACL 2025, arXiv:2410.09432"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
+    remarks = describe_ranks
 
     def server_init(self, task: Task) -> Server:
         """A random A, B = 0, no residual."""
@@ -104,12 +103,11 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         base, start = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
         end = tune(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
-        kept = self.tuning.kept(end)
-        return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
+        kept, upload = reply(self, end)
+        return Own(base, kept), upload
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
-        del server
         factors, n = received(upload), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
@@ -129,21 +127,15 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
-    def reference(self, down: Download, *_: Any) -> Message:
-        """Factors as they were sent."""
-        return down.message
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """Relative to the factors as they were sent, in the client's scale."""
+        return Update(down.message, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
-        return ClientModel(
-            view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved)
-        )
+        return adapted_model(view, leaves, self.tuning.scale(view), frozen, moved)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
@@ -153,4 +145,4 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
         base = state.base.followed(down.residuals, self.keep, lora)
-        return base, leaves_of(received(down.message), state.rest | down.message.rest)
+        return base, leaves_of_message(down.message, state.rest)

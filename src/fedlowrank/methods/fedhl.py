@@ -26,10 +26,10 @@ from typing import Any
 
 from ..adapters.lora import lora_of
 from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
@@ -44,17 +44,14 @@ from .families.effective_delta import (
     weighted_sum,
     whole,
 )
-from .families.lora import (
-    Message,
-    Scaling,
-    Tuning,
-    factors_of,
-    initial_factors,
-    leaves_of,
-    placed,
-    rank_of_factors,
-    received,
-    tune,
+from .families.lora import Message, Scaling, Tuning, initial_factors, rank_of_factors, received, tune
+from .families.lora_clients import (
+    adapted_model,
+    collect_factors,
+    describe_ranks,
+    initial_rest,
+    leaves_of_message,
+    reply,
 )
 
 
@@ -107,9 +104,9 @@ class FedHL(Method[Server, Params, Download, Message]):
                 f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
             )
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
+    remarks = describe_ranks
+    client_init = initial_rest
+    contribution = collect_factors  # line 15: the factors of W_{t+1}^i
 
     def server_init(self, task: Task) -> Server:
         """W_0 = 0."""
@@ -117,10 +114,6 @@ class FedHL(Method[Server, Params, Download, Message]):
         delta = initial_deltas(lora_of(model).shapes, self.form, max(ranks))
         drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
-
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """The head, where it is personal."""
-        return self.tuning.own_rest(task.model(client))
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
@@ -131,15 +124,9 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
         """Lines 9 and 10."""
-        first = leaves_of(received(down.message), state | down.message.rest)
-        end = tune(view, first, self.tuning.scale(view), self.optimizer, frozen=down.residual)
-        kept = self.tuning.kept(end)
-        return kept, self.tuning.message(factors_of(end), end["rest"])
-
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
-        """Line 15: the factors of W_{t+1}^i; and what is shared beside, weighted by n_i."""
-        del server
-        return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
+        start = leaves_of_message(down.message, state)
+        end = tune(view, start, self.tuning.scale(view), self.optimizer, frozen=down.residual)
+        return reply(self, end)
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Line 17."""
@@ -159,20 +146,14 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied])
         )
 
-    def reference(self, down: Download, *_: Any) -> Message:
-        """W^{r_i} as it was sent."""
-        return down.message
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """Relative to W^{r_i} as it was sent, in the client's scale."""
+        return Update(down.message, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
-        leaves = leaves_of(received(down.message), state | down.message.rest)
-        return ClientModel(
-            view.model.initial | placed(view.model, leaves, self.tuning.scale(view), down.residual, {})
-        )
+        leaves = leaves_of_message(down.message, state)
+        return adapted_model(view, leaves, self.tuning.scale(view), frozen=down.residual)
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:
         """Rank of W; p_i and relative truncation errors of the last round; energy of W and its cut tail."""

@@ -16,21 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.lora import lora_of
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.method import Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
-from .families.lora import (
-    Message,
-    Scaling,
-    Tuning,
-    factors_of,
-    initial_factors,
-    leaves_of,
-    placed,
-    received,
-    tune,
+from .families.lora import Message, Scaling, Tuning, initial_factors
+from .families.lora_clients import (
+    average_factors,
+    describe_ranks,
+    initial_rest,
+    model_with_factors,
+    send_factors,
+    train_factors,
+    update_of_factors,
 )
 
 
@@ -56,10 +53,6 @@ class FedIT(Method[Server, Params, Message, Message]):
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
-
     def server_init(self, task: Task) -> Server:
         """A random A, and B = 0."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
@@ -69,38 +62,15 @@ class FedIT(Method[Server, Params, Message, Message]):
             self.tuning.scaling_of(lora_of(model)),
         )
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """The head, where it is personal."""
-        return self.tuning.own_rest(task.model(client))
-
-    def download(self, server: Server, client: ClientInfo) -> Message:
-        """B and A."""
-        del client
-        return self.tuning.message(server.factors, server.rest)
-
-    def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
-        """Train both factors."""
-        start = leaves_of(received(down), state | down.rest)
-        end = tune(view, start, self.tuning.scale(view), self.optimizer)
-        kept = self.tuning.kept(end)
-        return kept, self.tuning.message(factors_of(end), end["rest"])
-
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
-        """Both factors and what is shared beside, weighted by n_i."""
-        del server
-        return Mean((received(upload), upload.rest), client.examples)
+    remarks = describe_ranks
+    client_init = initial_rest
+    download = send_factors
+    local_update = train_factors
+    contribution = average_factors
+    update = update_of_factors
+    client_model = model_with_factors
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """Means, weighted by n_i."""
-        del view
         factors, rest = total
         return Server(factors, rest, server.scaling)
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
-
-    def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
-        """The model with the mean factors."""
-        leaves = leaves_of(received(down), state | down.rest)
-        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {}))

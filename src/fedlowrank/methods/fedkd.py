@@ -37,6 +37,7 @@ from ..core.errors import ConfigError
 from ..core.loss import kl_divergence, square_error, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
 from ..core.tree import Params, add, nbytes, sub, tree
+from ..core.update import Update
 from ..linalg.factored import CompressedUpdate, Factored, compress_update, decompress_update
 
 
@@ -145,11 +146,11 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
             mentee = add(mentee, decompress_update(update, mentee))
         return mentee
 
-    def upload_form(self, expected: CompressedUpdate, task: Task) -> dict[str, OneOf | Tensor]:
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Each weight whole, or as factors of any rank that makes them smaller."""
-        del expected
         mentee = task.smallest_model(self.mentee).initial
-        return {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
+        form = {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
+        return Update(down, form=form)
 
     def contribution(self, upload: CompressedUpdate, client: ClientInfo, server: Server) -> Mean:
         """The update of the mentee, weighted by n_k."""
@@ -164,5 +165,4 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
 
     def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""
-        del down, view
         return ClientModel(state.mentor)

@@ -27,7 +27,6 @@ epoch for τ_k.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..core.contribution import Mean
 from ..core.errors import ConfigError
@@ -35,6 +34,7 @@ from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, AdamW
 from ..core.tree import Params, add, cast_like, map, sub, widen, zeros_like
+from ..core.update import Update
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:
@@ -93,7 +93,6 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k(x) + μ/2 ‖x - x^t‖², and the update divided by ‖a_k‖₁."""
-        del state
         proximal = ProximalTerm(self.mu, center=down)
         end = view.train(supervised_loss(view.model), down, "local", self.optimizer, proximal_term=proximal)
         shrinkage = self.mu * self.optimizer.learning_rate(view.round)
@@ -102,7 +101,6 @@ class FedNova(Method[Params, None, Params, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """d_k, weighted by n_k."""
-        del server
         return Mean(widen(upload), client.examples)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
@@ -113,6 +111,6 @@ class FedNova(Method[Params, None, Params, Params]):
         effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
         return cast_like(add(server, total, effective), server)
 
-    def reference(self, down: Params, *_: Any) -> Params:
-        """Zeros: d_k is an update."""
-        return zeros_like(down)
+    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        """d_k itself, relative to zeros."""
+        return Update(zeros_like(down))

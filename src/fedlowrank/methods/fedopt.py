@@ -54,7 +54,6 @@ def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> Server
 
 def send_model(method: FedAdagrad | FedAdam | FedYogi, server: Server, client: ClientInfo) -> Params:
     """x_t."""
-    del method, client
     return server.model
 
 
@@ -103,7 +102,6 @@ class FedAdagrad(Method[Server, None, Params, Params]):
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step of Adagrad: v <- v + Δ²."""
-        del view
         delta = sub(total, server.model)
         v = map(lambda v, d: v + d.square(), server.v, delta)
         return adaptive_step(self, server, delta, v)
@@ -141,7 +139,6 @@ class FedAdam(Method[Server, None, Params, Params]):
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step of Adam: v <- β₂ v + (1 - β₂) Δ²."""
-        del view
         delta, beta2 = sub(total, server.model), self.beta2
         v = map(lambda v, d: beta2 * v + (1 - beta2) * d.square(), server.v, delta)
         return adaptive_step(self, server, delta, v)
@@ -179,7 +176,6 @@ class FedYogi(Method[Server, None, Params, Params]):
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step of Yogi: v <- v - (1 - β₂) Δ² sign(v - Δ²)."""
-        del view
         delta, beta2 = sub(total, server.model), self.beta2
         squares = map(torch.square, delta)
         v = map(lambda v, s: v - (1 - beta2) * s * torch.sign(v - s), server.v, squares)

@@ -42,5 +42,4 @@ class FedPer(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the bases, weighted by n_k."""
-        del server, view
         return total

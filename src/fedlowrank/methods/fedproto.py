@@ -31,7 +31,8 @@ from ..core.contribution import Sum
 from ..core.errors import TaskError
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.tree import Params, map, tree, widen
+from ..core.tree import Params, tree, widen
+from ..core.update import Update
 
 
 @tree
@@ -111,10 +112,6 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
         )
 
-    def upload_form(self, expected: Local, task: Task) -> Lengths:
-        """A row for every class that the client owns."""
-        return Lengths(map(lambda t: t[:0], expected), task.classes)
-
     def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
         """The sum of the prototypes of each class, and their weights."""
         # over a network a client could claim any count, and a class twice; it has no more examples than in
@@ -131,14 +128,15 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def server_update(self, server: Prototypes, total: dict[str, Tensor], view: ServerView) -> Prototypes:
         """Mean over the owners of each class; a class without owners keeps its prototype."""
-        del view
         seen = total["weight"] > 0
         mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
         return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)
 
-    def reference(self, *_: Any) -> Any:
-        """Nothing: prototypes are compared with none."""
-        return {"labels": None, "mean": 0.0, "count": None}
+    def update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
+        """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
+        whole = torch.zeros(0, dtype=torch.int64)
+        form = Lengths(Local(whole, down.mean[:0], whole), task.classes)
+        return Update({"labels": None, "mean": 0.0, "count": None}, form=form)
 
     def client_model(self, state: Client, down: Prototypes, view: ClientView) -> ClientModel:
         """θ_k with its classifier, or with minus the distance to each usable prototype as scores."""

@@ -42,7 +42,6 @@ class FedProx(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k(θ) + μ/2 ‖θ - θ^t‖²."""
-        del state
         return None, view.train(
             supervised_loss(view.model),
             down,
@@ -53,5 +52,4 @@ class FedProx(Method[Params, None, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
-        del server, view
         return total

@@ -61,5 +61,4 @@ class FedRep(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the representations, weighted by n_k."""
-        del server, view
         return total

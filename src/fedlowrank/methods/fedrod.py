@@ -106,7 +106,6 @@ class FedRoD(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the generic models, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:

@@ -16,11 +16,17 @@ from torch import Tensor
 
 from ..adapters.lora import lora_of
 from ..core.client_model import ClientModel
-from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
-from .families.lora import Leaves, Message, Tuning, initial_factors, placed, received, tune
+from .families.lora import Leaves, Message, Tuning, initial_factors, received, tune
+from .families.lora_clients import (
+    adapted_model,
+    average_factors,
+    describe_ranks,
+    send_factors,
+    update_of_factors,
+)
 
 
 @tree
@@ -52,10 +58,6 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
-
     def server_init(self, task: Task) -> Server:
         """A random A."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
@@ -70,10 +72,10 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         rank = self.tuning.rank_of(client, lora_of(model).largest_rank)
         return Own({n: p.b for n, p in initial_factors(task, rank).items()}, self.tuning.own_rest(model))
 
-    def download(self, server: Server, client: ClientInfo) -> Message:
-        """A."""
-        del client
-        return self.tuning.message(server.factors, server.rest)
+    remarks = describe_ranks
+    download = send_factors
+    contribution = average_factors
+    update = update_of_factors
 
     def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
         """Train both factors, send A."""
@@ -81,25 +83,14 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         kept = self.tuning.kept(end)
         return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
-        """A and what is shared beside, weighted by n_i."""
-        del server
-        return Mean((received(upload), upload.rest), client.examples)
-
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """The mean of A, weighted by n_i."""
-        del server, view
         factors, rest = total
         return Server(factors, rest)
 
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
-
     def client_model(self, state: Own, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
-        leaves = self._leaves(state, down)
-        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {}))
+        return adapted_model(view, self._leaves(state, down), self.tuning.scale(view))
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
         a = {n: p.a for n, p in received(down).items()}

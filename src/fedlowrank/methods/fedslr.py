@@ -133,7 +133,6 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
-        del client
         return server.w.weights
 
     def local_update(self, state: Client, down: Weights, view: ClientView) -> tuple[Client, Params]:
@@ -155,7 +154,6 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
-        del client, server
         mean = {"w": Mean(widen(upload))}
         return mean if self.memory_efficient else {**mean, "each": Each(upload)}
 

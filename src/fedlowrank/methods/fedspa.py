@@ -45,6 +45,7 @@ from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
 from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
+from ..core.update import Update
 from ..linalg.matricize import Sparse
 
 Masks = dict[str, Tensor]
@@ -174,17 +175,15 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One step along the mean update."""
-        del view
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
         model = cast_like(sub(server.model, total["update"]), server.model)
         return Server(model, server.masks | masks)
 
-    def reference(self, *_: Any) -> Any:
-        """The values on the mask are an update."""
-        return {"update": 0.0, "masks": None}
+    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        """The values on the mask themselves; masks are no update."""
+        return Update({"update": 0.0, "masks": None})
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
         """m_k ⊙ w, of which the values on the mask are stored."""
-        del view
         sparse = {n: Sparse(v, state[n]) if n in state else v for n, v in down.items()}
         return ClientModel(spread(down, state), parts={"personal": (sparse,)})

@@ -16,12 +16,20 @@ from dataclasses import dataclass
 
 from ..adapters.lora import lora_of
 from ..core.client_model import ClientModel
-from ..core.contribution import Mean
 from ..core.errors import TaskError
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.method import ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
-from .families.lora import Leaves, Message, Tuning, initial_factors, leaves_of, placed, received, tune
+from .families.lora import Leaves, Message, Tuning, initial_factors, tune
+from .families.lora_clients import (
+    adapted_model,
+    average_factors,
+    describe_ranks,
+    initial_rest,
+    leaves_of_message,
+    send_factors,
+    update_of_factors,
+)
 
 
 @tree
@@ -45,10 +53,6 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
-
     def server_init(self, task: Task) -> Server:
         """B = 0.
 
@@ -64,14 +68,11 @@ class FFALoRA(Method[Server, Params, Message, Message]):
             )
         return Server(_without_a(initial_factors(task, rank)), self.tuning.shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """The head, where it is personal."""
-        return self.tuning.own_rest(task.model(client))
-
-    def download(self, server: Server, client: ClientInfo) -> Message:
-        """B."""
-        del client
-        return self.tuning.message(server.factors, server.rest)
+    remarks = describe_ranks
+    client_init = initial_rest
+    download = send_factors
+    contribution = average_factors
+    update = update_of_factors
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train B."""
@@ -81,31 +82,19 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
-        """B and what is shared beside, weighted by n_i."""
-        del server
-        return Mean((received(upload), upload.rest), client.examples)
-
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """The mean of B, weighted by n_i."""
-        del server, view
         factors, rest = total
         return Server(factors, rest)
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
         fixed, start = self._leaves(state, down, view)
-        return ClientModel(
-            view.model.initial | placed(view.model, fixed | start, self.tuning.scale(view), {}, {})
-        )
+        return adapted_model(view, fixed | start, self.tuning.scale(view))
 
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""
-        leaves = leaves_of(received(down), state | down.rest)
+        leaves = leaves_of_message(down, state)
         rank = self.tuning.rank_of(view.info, lora_of(view.model).largest_rank)
         drawn = initial_factors(view.task, rank)
         return {"a": {n: p.a for n, p in drawn.items()}}, {"b": leaves["b"], "rest": leaves["rest"]}

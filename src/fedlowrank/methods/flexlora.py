@@ -16,24 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora import lora_of
-from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
-from .families.lora import (
-    Message,
-    Scaling,
-    Tuning,
-    factors_of,
-    initial_factors,
-    leaves_of,
-    placed,
-    rank_of_factors,
-    received,
-    tune,
+from .families.lora import Message, Scaling, Tuning, initial_factors, rank_of_factors
+from .families.lora_clients import (
+    collect_factors,
+    describe_ranks,
+    initial_rest,
+    model_with_factors,
+    train_factors,
+    update_of_factors,
 )
 
 
@@ -65,10 +60,6 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     citation = "Bai et al., NeurIPS 2024, arXiv:2402.11505"
     forgets = "the server factorizes anew in every round, and gradients of other factors say nothing of these"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
-
     def server_init(self, task: Task) -> Server:
         """W = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
@@ -76,28 +67,18 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
         return Server(initial_deltas(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
 
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """The head, where it is personal."""
-        return self.tuning.own_rest(task.model(client))
-
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components."""
         rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
-    def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
-        """Train both factors."""
-        end = tune(
-            view, leaves_of(received(down), state | down.rest), self.tuning.scale(view), self.optimizer
-        )
-        kept = self.tuning.kept(end)
-        return kept, self.tuning.message(factors_of(end), end["rest"])
-
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
-        """The factors, for their products are averaged; and what is shared beside, weighted by n_i."""
-        del server
-        return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
+    remarks = describe_ranks
+    client_init = initial_rest
+    local_update = train_factors
+    contribution = collect_factors
+    update = update_of_factors
+    client_model = model_with_factors
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """W = Σ p_i s_i B_i A_i."""
@@ -108,15 +89,6 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         return Server(
             update_deltas(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
         )
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
-
-    def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
-        """The model with the first r_i components."""
-        leaves = leaves_of(received(down), state | down.rest)
-        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {}))
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:
         """Rank of W."""

@@ -20,23 +20,13 @@ from typing import Any
 from ..adapters.lora import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors
 from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
+from ..core.update import Update
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, Ledger, weighted
-from .families.lora import (
-    Leaves,
-    Message,
-    Scaling,
-    Tuning,
-    factors_of,
-    leaves_of,
-    placed,
-    rank_of_factors,
-    received,
-    tune,
-)
+from .families.lora import Leaves, Message, Scaling, Tuning, leaves_of, placed, rank_of_factors, tune
+from .families.lora_clients import collect_factors, describe_ranks, reply
 
 
 @tree
@@ -81,9 +71,8 @@ class FLoRA(Method[Server, Own, Download, Message]):
     citation = "Wang et al., NeurIPS 2024, arXiv:2409.05976"
     forgets = "a client trains new factors in every round"
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
+    remarks = describe_ranks
+    contribution = collect_factors
 
     def server_init(self, task: Task) -> Server:
         """No stack yet."""
@@ -108,13 +97,8 @@ class FLoRA(Method[Server, Own, Download, Message]):
         scale = self.tuning.scaling_of(lora).at(rank)
         frozen, moved = base.beside(self.keep, lora)
         end = tune(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
-        kept = self.tuning.kept(end)
-        return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
-
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
-        """The factors, to be stacked; and what is shared beside, weighted by n_i."""
-        del server
-        return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
+        kept, upload = reply(self, end)
+        return Own(base, kept), upload
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One more stack."""
@@ -125,13 +109,9 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
-    def reference(self, down: Download, *_: Any) -> Any:
-        """Nothing for factors, which begin anew; what is shared beside as it was sent."""
-        return {"factors": 0.0, "rest": down.rest}
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
+        return Update({"factors": 0.0, "rest": down.rest}, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""

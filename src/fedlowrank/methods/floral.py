@@ -38,6 +38,7 @@ from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
 from ..core.server_optimizer import Memory, check_server_optimizer, fresh_memory, server_step
 from ..core.tree import cast_like, tree, widen
+from ..core.update import Update
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
     by_cluster,
@@ -134,7 +135,6 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
         """No θ until the client has trained."""
-        del task
         if self.router.routing == "optimal":
             known_cluster(self.title, client, self.clusters)
         return None
@@ -175,9 +175,9 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
             model = {"base": u, "adaptors": a}
         return Server(cast_like(model, server.model), memory)
 
-    def reference(self, down: dict[str, Any], *_: Any) -> Any:
-        """{u, a} as they were sent; π^k is no update."""
-        return {"model": down, "pi": None}
+    def update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
+        """Relative to {u, a} as they were sent; π^k is no update."""
+        return Update({"model": down, "pi": None})
 
     def client_model(self, state: Theta, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""

@@ -82,10 +82,8 @@ class FML(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the memes, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """The private model p_k."""
-        del down, view
         return ClientModel(state)

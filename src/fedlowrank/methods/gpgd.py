@@ -69,12 +69,10 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     def download(self, server: PenalizedModel, client: ClientInfo) -> Weights:
         """w^t."""
-        del client
         return server.weights
 
     def local_update(self, state: None, down: Weights, view: ClientView) -> tuple[None, Params]:
         """SGD on f_i from w^t."""
-        del state
         model = view.model
         return None, view.train(
             supervised_loss(model), unpack_weights(down, model.initial), "local", self.optimizer
@@ -82,7 +80,6 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: PenalizedModel) -> Mean:
         """w_i, all with the same weight."""
-        del client, server
         return Mean(widen(upload))
 
     def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
@@ -94,7 +91,6 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
 
     def client_model(self, state: None, down: Weights, view: ClientView) -> ClientModel:
         """The global model, as factors."""
-        del state
         return ClientModel(unpack_weights(down, view.model.initial), parts={"personal": (down,)})
 
     def metrics(self, server: PenalizedModel) -> dict[str, dict[str, float]]:

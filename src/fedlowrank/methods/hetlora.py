@@ -31,6 +31,7 @@ from ..core.contribution import Each, Mean, Sum
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.switch import refuse_unread_field
 from ..core.tree import Params, cast_like, tree, widen
+from ..core.update import Update
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora import (
@@ -48,6 +49,7 @@ from .families.lora import (
     scaled,
     tune,
 )
+from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
 
 
 @tree
@@ -89,19 +91,14 @@ class HetLoRA(Method[Server, Params, Message, Message]):
                 self, "penalty", self.title, f"with {self.title}.prune = {self.prune}", "set prune below 1"
             )
 
-    def remarks(self, task: Task) -> list[str]:
-        """Ranks that are above what a layer can have."""
-        return self.tuning.remarks(task, self.title)
+    remarks = describe_ranks
+    client_init = initial_rest
 
     def server_init(self, task: Task) -> Server:
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
         return Server(initial_factors(task, rank), rest, scaling, {})
-
-    def client_init(self, task: Task, client: ClientInfo) -> Params:
-        """The head, where it is personal."""
-        return self.tuning.own_rest(task.model(client))
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
@@ -112,7 +109,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train, and prune where the tail has shrunk."""
-        start = leaves_of(received(down), state | down.rest)
+        start = leaves_of_message(down, state)
         rank = rank_of_factors(factors_of(start))
         kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
@@ -123,12 +120,6 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             ratio = self.tuning.scale(view, rank) / self.tuning.scale(view, kept)
             factors = scaled(cut(factors, kept), ratio)
         return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
-
-    def upload_form(self, expected: Message, task: Task) -> OneOf:
-        """Of the rank received, or of what pruning leaves of it."""
-        del task
-        kept = max(1, int(self.prune * rank_of_factors(expected.factors)))
-        return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
@@ -148,7 +139,6 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Means of padded factors."""
-        del view
         # without weight, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
         if self.per_index and total["factors"] is not None:
@@ -157,16 +147,16 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """The client's s."""
-        return self.tuning.scale_of(task, client)
+    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+        """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
+        kept = max(1, int(self.prune * rank_of_factors(down.factors)))
+        pruned = self.tuning.message(cut(received(down), kept), down.rest)
+        return Update(down, self.tuning.scale_of(task, client), OneOf(down, pruned))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
-        leaves = leaves_of(received(down), state | down.rest)
-        rank = rank_of_factors(factors_of(leaves))
-        scale = self.tuning.scale(view, rank)
-        return ClientModel(view.model.initial | placed(view.model, leaves, scale, {}, {}))
+        rank = rank_of_factors(down.factors)
+        return adapted_model(view, leaves_of_message(down, state), self.tuning.scale(view, rank))
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""

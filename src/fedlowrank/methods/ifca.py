@@ -26,6 +26,7 @@ from ..core.client_model import ClientModel
 from ..core.loss import sum_losses, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, map, tree
+from ..core.update import Update
 from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
 
 
@@ -68,7 +69,6 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Upload]:
         """Choose, and train what was chosen."""
-        del state
         model, chosen = view.model, nearest(down, view)
 
         def loss(p: Params, batch: Batch) -> Tensor:
@@ -79,22 +79,19 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """The trained model, in the mean of the cluster that the client chose."""
-        del server
         examples = client.examples if self.weighting == "examples" else 1.0
         return by_cluster(upload.model, [s * examples for s in bounded_shares(upload.choice).tolist()])
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """The mean of the members of each cluster."""
-        del view
         return cluster_means(server, total)
 
-    def reference(self, *_: Any) -> Any:
-        """Nothing: the server learns which model was trained from the reply alone."""
-        return {"model": 0.0, "choice": None}
+    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+        """The model relative to nothing: the server learns which one was trained from the reply alone."""
+        return Update({"model": 0.0, "choice": None})
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The model that fits the client's training data best."""
-        del state
         chosen = nearest(down, view)
         return ClientModel(map(lambda t: t[chosen], down), routes=self._one_hot(chosen, down))
 

@@ -62,12 +62,10 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the heads, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """Own representation, fresh global head."""
-        del view
         return ClientModel(state | down)
 
 

@@ -90,12 +90,10 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Line 3."""
-        del server, view
         return total
 
     def client_model(self, state: Adaptors, down: Params, view: ClientView) -> ClientModel:
         """U + a_k."""
-        del view
         return ClientModel(mix_weights(down, state, _one(down), self.alpha, self.construction))
 
 

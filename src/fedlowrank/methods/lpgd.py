@@ -58,7 +58,6 @@ class LPGD(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """A proximal step after every gradient step."""
-        del state
         # the method itself is one object for all clients, so that an engine can tell that they run the same
         # function
         model, method = view.model, self
@@ -70,10 +69,8 @@ class LPGD(Method[Params, None, Params, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """w_i, all with the same weight."""
-        del client, server
         return Mean(upload)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""
-        del server, view
         return total

@@ -93,7 +93,6 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """Steps on the loss after the inner step."""
-        del state
         model, alpha, delta, free = view.model, self.alpha, self.delta, self.variant == "hessian_free"
 
         def risk(theta: Params, batch: Batch) -> Tensor:
@@ -115,16 +114,13 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """θ_k, all with the same weight, or weighted by n_k."""
-        del server
         return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""
-        del server, view
         return total
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """θ after one step of size α on a batch of the client's training data, and the common θ."""
-        del state
         adapted = view.train(supervised_loss(view.model), down, "adapt", SGD(lr=self.alpha))
         return ClientModel(adapted, {"adapted": adapted, "global": down})

@@ -107,10 +107,8 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
         self, server: PFedLoRAAdapter, total: PFedLoRAAdapter, view: ServerView
     ) -> PFedLoRAAdapter:
         """Mean of the adapters, weighted by n_k."""
-        del server, view
         return total
 
     def client_model(self, state: Params, down: PFedLoRAAdapter, view: ClientView) -> ClientModel:
         """ω_k alone; the adapter only carries knowledge."""
-        del down, view
         return ClientModel(state)

@@ -87,7 +87,6 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """SGD on the envelope, then θ at its end."""
-        del state
         risk, lam, lr, steps = supervised_loss(view.model), self.lam, self.inner_lr, self.inner_steps
 
         def envelope(w: Params, batch: Batch) -> Tensor:
@@ -102,16 +101,13 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """w_k, all with the same weight, or weighted by n_k."""
-        del server
         return Mean(widen(upload), client.examples if self.weighting == "examples" else 1.0)
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step to the mean of the replies."""
-        del view
         moved = map(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
         return cast_like(moved, server)
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """θ, and w as a second series."""
-        del view
         return ClientModel(state, {"personal": state, "global": down})

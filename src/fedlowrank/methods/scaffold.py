@@ -23,7 +23,6 @@ as it was.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
@@ -32,6 +31,7 @@ from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import AdamW
 from ..core.tree import Params, add, cast_like, map, sub, tree, widen, zeros_like
+from ..core.update import Update
 
 
 @tree
@@ -96,7 +96,6 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:
         """Both differences, all clients with the same weight."""
-        del client, server
         return Mean(widen(upload))
 
     def server_update(self, server: Controlled, total: Controlled, view: ServerView) -> Controlled:
@@ -104,11 +103,10 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         model = cast_like(add(server.model, total.model, self.eta_g), server.model)
         return Controlled(model, add(server.control, total.control, view.share))
 
-    def reference(self, down: Controlled, *_: Any) -> Controlled:
-        """Zeros: both differences are updates."""
-        return zeros_like(down)
+    def update(self, down: Controlled, client: ClientInfo, task: Task) -> Update:
+        """Both differences themselves, relative to zeros."""
+        return Update(zeros_like(down))
 
     def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:
         """The global model x."""
-        del state, view
         return ClientModel(down.model)

@@ -39,7 +39,6 @@ class Standalone(Method[None, Params, None, None]):
 
     def server_init(self, task: Task) -> None:
         """The server knows nothing."""
-        del task
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """θ_k starts at its architecture's initial weights."""
@@ -47,15 +46,12 @@ class Standalone(Method[None, Params, None, None]):
 
     def local_update(self, state: Params, down: None, view: ClientView) -> tuple[Params, None]:
         """SGD on θ_k."""
-        del down
         model = view.model
         return view.train(supervised_loss(model), state, "local", self.optimizer), None
 
     def server_update(self, server: None, total: None, view: ServerView) -> None:
         """Nothing to do."""
-        del server, total, view
 
     def client_model(self, state: Params, down: None, view: ClientView) -> ClientModel:
         """θ_k."""
-        del down, view
         return ClientModel(state)

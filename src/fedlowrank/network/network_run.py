@@ -21,6 +21,7 @@ from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run
 from ..simulation.settings import RunSettings
+from ..trust.protection import decompress_upload
 from .secure.contributions import (
     check_reads_no_examples,
     check_reads_no_state,
@@ -90,7 +91,9 @@ class NetworkRun(Run):
         engine.describes = (
             engine.compares and settings.privacy.kind == "none" and engine.settings.max_fall > 0
         )
-        engine.decode = lambda upload, client: self.method.decode(upload, client, self.state.server)
+        engine.decode = lambda upload, client: decompress_upload(
+            self.method, upload, client, self.state.server
+        )
 
     def _secure_rounds(self) -> SecureRounds:
         """The secure sums of the run; raises ConfigError or TaskError if it can have none over a network."""

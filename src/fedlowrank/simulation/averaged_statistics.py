@@ -13,7 +13,7 @@ loses the variance between the clients' means: that is what is usually done, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ import torch
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.errors import ConfigError, TaskError
-from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.method import ClientInfo, ClientView, ServerView, Task
 from ..core.model import Model
 from ..core.returned import check_pair
 from ..core.tree import Params, tree
+from ..core.update import Update
+from ..core.wrapper import MethodWrapper
 from ..engines.base import AnyMethod
 from .settings import RunSettings
 
@@ -43,36 +45,15 @@ class WithStatistics:
 
 
 @dataclass(frozen=True)
-class AveragedStatistics(Method[WithStatistics, Any, WithStatistics, WithStatistics]):
+class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, WithStatistics]):
     """A method whose model's running statistics travel with it; made by :func:`average_statistics`.
 
     Attributes:
         inner: the method.
     """
 
-    inner: AnyMethod = field(kw_only=True)
-
     title = "Averaged statistics"
     """Of the class alone; an object has that of the method."""
-
-    def __post_init__(self) -> None:
-        self.describe_as(self.inner)
-
-    def passes(self) -> dict[str, Pass]:
-        """See the base class."""
-        return self.inner.local_passes()
-
-    def remarks(self, task: Task) -> list[str]:
-        """See the base class."""
-        return self.inner.remarks(task)
-
-    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
-        """See the base class."""
-        return self.inner.participants(sampled, everyone)
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """See the base class."""
-        return self.inner.product_scale(task, client)
 
     def metrics(self, server: WithStatistics) -> dict[str, dict[str, float]]:
         """See the base class."""
@@ -100,17 +81,11 @@ class AveragedStatistics(Method[WithStatistics, Any, WithStatistics, WithStatist
         view.model.set_buffers(before)
         return state, WithStatistics(upload, found)
 
-    def upload_form(self, expected: WithStatistics, task: Task) -> Any:
-        """That of the method, and the statistics."""
-        return WithStatistics(self.inner.upload_form(expected.inner, task), expected.statistics)
-
-    def decode(self, upload: WithStatistics, client: ClientInfo, server: WithStatistics) -> WithStatistics:
-        """The method's."""
-        return WithStatistics(self.inner.decode(upload.inner, client, server.inner), upload.statistics)
-
-    def reference(self, down: WithStatistics, client: ClientInfo) -> WithStatistics:
+    def update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
         """The method's; statistics are no update, so that they are neither clipped nor compressed."""
-        return WithStatistics(self.inner.reference(down.inner, client), None)
+        found = self.inner.update(down.inner, client, task)
+        form = None if found.form is None else WithStatistics(found.form, down.statistics)
+        return Update(WithStatistics(found.reference, None), found.scale, form)
 
     def contribution(self, upload: WithStatistics, client: ClientInfo, server: WithStatistics) -> Any:
         """The method's, and the statistics in a mean weighted by n_k."""

@@ -188,7 +188,7 @@ class Evaluator:
         groups: dict[Any, list[int]] = {}
         models: dict[Any, LocalModel] = {}
         own = self.task.architectures.values()
-        is_global = self.method.is_global and not any(model.buffers or model.couples for model in own)
+        is_global = self.method.one_model and not any(model.buffers or model.couples for model in own)
         for place, info in enumerate(infos):
             # the server's own model needs no look at every client
             shared: Any = info.architecture if is_global else None

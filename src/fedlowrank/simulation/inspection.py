@@ -14,10 +14,11 @@ from ..core.contribution import Aggregator, Each, Mean, Sum, leaves, map_leaves
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Method, Task
+from ..core.update import Update
 from ..data.federation import Federation
-from ..linalg.matricize import dense_weights
 from ..training.tracing import trace_upload
 from ..trust.attacks import attack_updates
+from ..trust.protection import decompress_upload
 from ..trust.robust import (
     COORDINATE_RULES,
     RobustAggregator,
@@ -28,7 +29,16 @@ from ..trust.robust import (
 )
 from ..trust.secure_sums import SecureAggregator
 from ..trust.settings import Trust
-from ..trust.updates import blocks, gram, norm, products_of, shrink, update_of, with_update
+from ..trust.updates import (
+    blocks,
+    gram,
+    norm,
+    products_of,
+    shrink,
+    update_of,
+    update_with_dense_reference,
+    with_update,
+)
 from .preparation import counted, usual_examples
 from .round_results import Contribute, RoundResults
 from .settings import RunSettings
@@ -92,8 +102,9 @@ class Inspection:
             TaskError: if the rule cannot be applied to these uploads.
         """
         method, infos = self.method, {c.id: c for c in self.task.clients}
-        found = {i: method.decode(u, infos[i], server) for i, u in uploads.items()}
-        references = {i: self._reference(infos[i], server) for i in found}
+        found = {i: decompress_upload(method, u, infos[i], server) for i, u in uploads.items()}
+        definitions = {i: self._update(infos[i], server) for i in found}
+        references = {i: one.reference for i, one in definitions.items()}
         if self.trust.attack.kind in ON_UPDATES:
             updates = {i: update_of(u, references[i]) for i, u in found.items()}
             sent = attack_updates(updates, self.hostile, self.trust.attack, key)
@@ -101,10 +112,10 @@ class Inspection:
             found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
         weights = dict.fromkeys(found, 1.0)
         if self.trust.robust.rule in WEIGHING and found:
-            weights = self._weigh(found, references, infos, refused)
+            weights = self._weigh(found, definitions, infos, refused)
             if self.trust.robust.rule == "norm_bound":
                 for i, u in found.items():
-                    found[i] = self._bounded(u, references[i], weights[i], infos[i])
+                    found[i] = self._bounded(u, definitions[i], weights[i])
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
 
     def least_replies(self, count: int, refused: int = 0) -> int:
@@ -176,26 +187,31 @@ class Inspection:
             else contribution
         )
 
-    def _reference(self, info: ClientInfo, server: Any) -> Any:
-        found = self.method.reference(self.method.download(server, info), info)
-        return dense_weights(found, self.task.model(info).initial)
+    def _update(self, info: ClientInfo, server: Any) -> Update:
+        down = self.method.download(server, info)
+        return update_with_dense_reference(self.method, down, info, self.task)
 
     def _weigh(
         self,
         uploads: Mapping[int, Any],
-        references: Mapping[int, Any],
+        definitions: Mapping[int, Update],
         infos: Mapping[int, ClientInfo],
         refused: int,
     ) -> dict[int, float]:
-        scales = {i: self.method.product_scale(self.task, infos[i]) for i in uploads}
         rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
         if rule == "norm_bound":
-            norms = [norm(u, references[i], scales[i], effective=effective) for i, u in uploads.items()]
+            norms = [
+                norm(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                for i, u in uploads.items()
+            ]
             found = norm_factors(torch.tensor(norms, dtype=torch.float64))
         else:
             try:
                 products = gram(
-                    [blocks(u, references[i], scales[i], effective=effective) for i, u in uploads.items()]
+                    [
+                        blocks(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                        for i, u in uploads.items()
+                    ]
                 )
             except tree.TreeError as error:
                 raise TaskError(
@@ -218,12 +234,13 @@ class Inspection:
             [float(counted(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
         )
 
-    def _bounded(self, upload: Any, reference: Any, factor: float, info: ClientInfo) -> Any:
+    def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
         if factor >= 1:
             return upload
-        scale = self.method.product_scale(self.task, info)
-        size = norm(upload, reference, scale, effective=self.effective)
-        return shrink(upload, reference, factor * size, scale, effective=self.effective)[0]
+        size = norm(upload, definition.reference, definition.scale, effective=self.effective)
+        return shrink(
+            upload, definition.reference, factor * size, definition.scale, effective=self.effective
+        )[0]
 
 
 def averages_factors(contribution: Any) -> bool:

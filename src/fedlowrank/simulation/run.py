@@ -20,7 +20,7 @@ from ..engines.base import ClientJob, Engine
 from ..engines.jobs import LazyJobs
 from ..training.flops import forward_flops
 from ..trust.budget import Budget
-from ..trust.protection import protect
+from ..trust.protection import protect, total_without_replies
 from .averaged_statistics import average_statistics
 from .backdoor import backdoor_success
 from .client_metrics import OwnMetrics, choose_metrics
@@ -362,7 +362,7 @@ class Run:
             for client in sorted(found.arrived):
                 found.drop(client, reason)
         if total is None:
-            total = self.method.without_replies(self.state.server)
+            total = total_without_replies(self.method)
         if total is None:
             return self.state.server
         replied = [self.counted(self.federation.infos[i]) for i in found.aggregator.contributed]

@@ -371,6 +371,18 @@ def _adds_up(at: Trajectory) -> str | None:
     return None
 
 
+def _one_model(at: Trajectory) -> str | None:
+    if not at.method.one_model:
+        return None
+    run = at.run(2)
+    first, *others = run.federation.infos
+    for info in others:
+        gap = _same(run.personal(info), run.personal(first))
+        if info.architecture == first.architecture and gap is not None:
+            return f"client {info.id} uses another model than client {first.id}; leave out one_model: {gap}"
+    return None
+
+
 def _refuses(at: Trajectory) -> str | None:
     if at.method.heterogeneous:
         return None
@@ -393,6 +405,7 @@ _CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
     "a lost reply leaves its client as it was": _lost,
     "messages are measured": _measured,
     "the parts of a model add up to it": _adds_up,
+    "one_model holds: all clients use the server's model": _one_model,
     "unequal models are refused where they must be": _refuses,
 }
 

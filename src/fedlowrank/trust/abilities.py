@@ -14,6 +14,7 @@ from ..core import tree
 from ..core.contribution import Each, Mean, Sum, leaves
 from ..core.errors import TaskError
 from ..core.method import ClientInfo, Method, Task
+from ..core.update import Update
 from ..training.tracing import trace_upload
 from .updates import update_of
 
@@ -43,8 +44,12 @@ class _Trial:
         return self.method.download(self.server, self.client)
 
     @property
+    def update(self) -> Update:
+        return self.method.update(self.down, self.client, self.task)
+
+    @property
     def reference(self) -> Any:
-        return self.method.reference(self.down, self.client)
+        return self.update.reference
 
     @property
     def upload(self) -> Any:
@@ -130,9 +135,9 @@ def _short(paths: list[str]) -> list[str]:
 
 
 def _varies(trial: _Trial, upload: Any) -> bool:
-    form = trial.method.upload_form(upload, trial.task)
+    form = trial.update.form
     try:
-        return form is not upload and tree.form(form) != tree.form(upload)
+        return form is not None and tree.form(form) != tree.form(upload)
     except tree.TreeError:
         # a choice among forms is no tree
         return True

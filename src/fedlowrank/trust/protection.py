@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,10 +30,12 @@ from ..core import tree
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean, Sum, leaves, map_leaves
 from ..core.key import Key
-from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.model import without_data
 from ..core.returned import check_pair
 from ..core.tree import Params
-from ..linalg.matricize import dense_weights
+from ..core.update import Update
+from ..core.wrapper import MethodWrapper
 from ..training.tracing import trace_upload
 from .abilities import refuse
 from .accounting import default_count_noise, next_clip, split_noise
@@ -47,6 +49,7 @@ from .updates import (
     replace_numbers,
     shrink,
     update_of,
+    update_with_dense_reference,
     with_compared,
     with_update,
     without_compared,
@@ -97,21 +100,20 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Protected(Method[ServerState, ClientState, Download, Upload]):
+class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
     """A method with clipped, compressed and private updates; made by :func:`protect`.
 
     Attributes:
         inner: the method.
+        task: of the run; the examples of its models are copies, so that no client's data lie behind them.
         trust: what happens to updates.
         noise: σ; 0 for none.
         expected: clients that are expected in a round, qN.
         system: noise comes from the operating system, and not from the seed of the run.
         distributed: under central privacy the clients have added the noise, each a part, before they are summed.
-        initial: parameters of each architecture, which tell the shapes of weights that are sent as factors.
     """
 
-    inner: AnyMethod = field(kw_only=True)
-    initial: Mapping[str, Params] = field(kw_only=True, repr=False)
+    task: Task = field(kw_only=True, repr=False)
     trust: Trust = field(kw_only=True)
     noise: float = field(kw_only=True, default=0.0)
     expected: float = field(kw_only=True, default=1.0)
@@ -120,9 +122,6 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     title = "Protected"
     """Of the class alone; an object has that of the method."""
-
-    def __post_init__(self) -> None:
-        self.describe_as(self.inner)
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:
@@ -138,33 +137,15 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         """Whether the clipping norm follows the norms of updates."""
         return self.trust.clipping.quantile is not None
 
-    @property
-    def is_global(self) -> bool:
-        """See the base class."""
-        return self.inner.is_global
+    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+        """The method's, in a decoded upload; a compressed upload has one form."""
+        found = self._update(down.message, client)
+        within = torch.zeros(1) if self.is_adaptive else None
+        form = None if self._stages or found.form is None else Upload(found.form, None, within)
+        return Update(Upload(found.reference, None, None), found.scale, form)
 
-    def passes(self) -> dict[str, Pass]:
-        """See the base class."""
-        return self.inner.local_passes()
-
-    def remarks(self, task: Task) -> list[str]:
-        """See the base class."""
-        return self.inner.remarks(task)
-
-    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
-        """See the base class."""
-        return self.inner.participants(sampled, everyone)
-
-    def product_scale(self, task: Task, client: ClientInfo) -> float:
-        """See the base class."""
-        return self.inner.product_scale(task, client)
-
-    def reference(self, down: Download, client: ClientInfo) -> Upload:
-        """Of a decoded upload."""
-        return Upload(self._reference(down.message, client), None, None)
-
-    def _reference(self, message: Any, client: ClientInfo) -> Any:
-        return dense_weights(self.inner.reference(message, client), self.initial[client.architecture])
+    def _update(self, message: Any, client: ClientInfo) -> Update:
+        return update_with_dense_reference(self.inner, message, client, self.task)
 
     def server_init(self, task: Task) -> ServerState:
         """The method's, and the first clipping norm."""
@@ -184,8 +165,9 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         """The method's, then: clip, add noise, compress."""
         found = self.inner.local_update(state.inner, down.message, view)
         inner, upload = check_pair(self.inner, found)
-        reference = self._reference(down.message, view.info)
-        upload, within = self._clipped(upload, reference, down, view)
+        definition = self._update(down.message, view.info)
+        reference = definition.reference
+        upload, within = self._clipped(upload, definition, down)
         if self.trust.privacy.kind == "local":
             upload = self._with_local_noise(upload, reference, down, view)
         if not self._stages:
@@ -199,15 +181,13 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
             compressed = compress(self._stages, tree.cast_like(update, like), key)
         return ClientState(inner, residual), Upload(rest, compressed, within)
 
-    def _clipped(
-        self, upload: Any, reference: Any, down: Download, view: ClientView
-    ) -> tuple[Any, Tensor | None]:
+    def _clipped(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         if bound is None:
             return upload, None
         # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
-        effective, scale = self.trust.privacy.kind == "none", self.product_scale(view.task, view.info)
-        upload, size = shrink(upload, reference, bound, scale, effective=effective)
+        effective, reference = self.trust.privacy.kind == "none", definition.reference
+        upload, size = shrink(upload, reference, bound, definition.scale, effective=effective)
         if not effective and not math.isfinite(size):
             # what cannot be bounded is not sent
             upload = replace_numbers(upload, referenced(upload, reference))
@@ -220,17 +200,11 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         noise = gaussian(update, self.noise * float(bound or 0.0), self._source(view.key))
         return with_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
 
-    def upload_form(self, expected: Upload, task: Task) -> Any:
-        """That of the method, where its upload travels as it is."""
-        if expected.update is not None:
-            return expected
-        return Upload(self.inner.upload_form(expected.rest, task), None, expected.within)
-
     def decode(self, upload: Upload, client: ClientInfo, server: ServerState) -> Upload:
-        """The upload with the update that came out of its compressed form."""
+        """The upload with the update that came out of its compressed form; :meth:`contribution` takes either."""
         if upload.update is None:
             return upload
-        reference = self._reference(self.inner.download(server.inner, client), client)
+        reference = self._update(self.inner.download(server.inner, client), client).reference
         like = referenced(reference, reference)
         rest = with_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
         return Upload(rest, None, upload.within)
@@ -273,11 +247,11 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def _base(self, message: Any, client: ClientInfo, server: ServerState) -> Any:
         """The contribution of the reference: of a client that has learnt nothing."""
-        return self.inner.contribution(self._reference(message, client), _unweighted(client), server.inner)
+        reference = self._update(message, client).reference
+        return self.inner.contribution(reference, _unweighted(client), server.inner)
 
-    def without_replies(self, server: ServerState) -> Any:
-        """With the server's own noise, an empty sum: a round without clients releases noise, too."""
-        del server
+    def without_replies(self) -> Any:
+        """With the server's own noise, an empty sum: a round without clients releases noise, too. Else None."""
         if not self.is_central or self.distributed:
             return None
         zero = torch.zeros(1, dtype=torch.float64)
@@ -389,7 +363,7 @@ def protect(
     if privacy == "central" and trust.clipping.quantile is not None:
         # refuses too few clients before any is trained
         split_noise(noise, default_count_noise(expected))
-    initial = {name: model.initial for name, model in task.architectures.items()}
+    models = {name: without_data(model) for name, model in task.architectures.items()}
     protected = Protected(
         inner=method,
         trust=trust,
@@ -397,11 +371,28 @@ def protect(
         expected=expected,
         system=deployed,
         distributed=deployed and trust.secure.on and privacy == "central",
-        initial=initial,
+        task=dataclasses.replace(task, architectures=models),
     )
     if stages:
         _warn_of_growth(method, protected, task, trust.compression.uplink)
     return protected
+
+
+def decompress_upload(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+    """The upload whose numbers are relative to the reference of its update: compression on its way undone.
+
+    Args:
+        method: of the run.
+        upload: as it arrived.
+        client: who sent it.
+        server: state of the server.
+    """
+    return method.decode(upload, client, server) if isinstance(method, Protected) else upload
+
+
+def total_without_replies(method: AnyMethod) -> Any:
+    """The total of a round without contributions; None if the server keeps its state."""
+    return method.without_replies() if isinstance(method, Protected) else None
 
 
 def _warn_of_growth(method: AnyMethod, protected: Protected, task: Task, uplink: str) -> None:

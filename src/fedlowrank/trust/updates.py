@@ -1,4 +1,4 @@
-"""The update of a client: what it sends minus what that is compared with (:meth:`fedlowrank.core.method.Method.reference`).
+"""The update of a client: its upload minus the reference that :meth:`fedlowrank.core.method.Method.update` names.
 
 A reference has the form of the upload. In the place of a part it may have None (the part is no update: it is
 neither clipped nor compressed, and no noise can hide it) or :data:`ITSELF` (the part is an update as it is).
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,14 @@ from ..adapters.mixture import Pairs
 from ..adapters.wire_format import Quantized, Rounded
 from ..core import tree
 from ..core.errors import TaskError
+from ..core.method import ClientInfo, Method, Task
 from ..core.tree import Params, TreeError
+from ..core.update import Update
 from ..linalg.factored import Factored
+from ..linalg.matricize import dense_weights
 from ..linalg.pair import Pair
+
+AnyMethod = Method[Any, Any, Any, Any]
 
 ITSELF = 0.0
 """In the place of a part of a reference: that part of an upload is an update as it is."""
@@ -43,6 +48,19 @@ class Product:
 
 
 Block = Tensor | Product
+
+
+def update_with_dense_reference(method: AnyMethod, down: Any, client: ClientInfo, task: Task) -> Update:
+    """The update in a client's upload; weights that were sent as factors are dense in its reference.
+
+    Args:
+        method: of the run.
+        down: what the client was sent.
+        client: who it is.
+        task: of the run.
+    """
+    found = method.update(down, client, task)
+    return replace(found, reference=dense_weights(found.reference, task.model(client).initial))
 
 
 def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

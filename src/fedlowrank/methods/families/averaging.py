@@ -28,11 +28,9 @@ class _Averaging(Protocol):
 
 def train_model(method: _Averaging, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
     """SGD on F_k from the model received."""
-    del state
     return None, view.train(supervised_loss(view.model), down, "local", method.optimizer)
 
 
 def average_models(method: _Averaging, upload: Params, client: ClientInfo, server: Any) -> Mean:
     """The client's model, weighted by n_k or uniformly; in float32, for the server computes on with the mean."""
-    del server
     return Mean(widen(upload), client.examples if method.weighting == "examples" else 1.0)

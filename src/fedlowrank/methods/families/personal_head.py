@@ -22,12 +22,10 @@ def initial_body(method: AnyMethod, task: Task) -> Params:
 
 def initial_head(method: AnyMethod, task: Task, client: ClientInfo) -> Params:
     """h_k of the common initial weights."""
-    del method
     model = task.model(client)
     return model.head_of(model.initial)
 
 
 def body_with_head(method: AnyMethod, state: Params, down: Params, view: ClientView) -> ClientModel:
     """The body received below the client's own head."""
-    del method, view
     return ClientModel(down | state)

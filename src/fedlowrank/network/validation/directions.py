@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .norms import floats, norm, numbers_of
 
-Update = Mapping[tuple[str, tuple[int, ...]], Tensor]
+UpdateTensors = Mapping[tuple[str, tuple[int, ...]], Tensor]
 """The tensors of an update, flat in float64, by path and shape."""
 
 
-def update_by_place(upload: Any, down: Any, by_change: Mapping[str, bool]) -> Update:
+def update_by_place(upload: Any, down: Any, by_change: Mapping[str, bool]) -> UpdateTensors:
     """The floating-point tensors of an update.
 
     Args:
@@ -33,7 +33,7 @@ def update_by_place(upload: Any, down: Any, by_change: Mapping[str, bool]) -> Up
     return found
 
 
-def cosines(updates: Callable[[int], Update], clients: Sequence[int]) -> dict[int, float | None]:
+def cosines(updates: Callable[[int], UpdateTensors], clients: Sequence[int]) -> dict[int, float | None]:
     """The cosine of each client's update with the mean of the others, all at unit length.
 
     At their own length one long update would turn the mean of the others for everybody else. Where clients have

@@ -37,7 +37,7 @@ class Template:
 
     @classmethod
     def of(cls, form: Any, trained: tuple[str, ...] = ()) -> Template:
-        """The template of a form that :meth:`fedlowrank.core.method.Method.upload_form` returns."""
+        """The template of a form (:attr:`fedlowrank.core.update.Update.form`)."""
         empty = erase_values(form)
         largest_header = _largest(empty, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(largest_header) - tree.nbytes(largest_header)

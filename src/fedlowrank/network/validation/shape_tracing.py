@@ -1,8 +1,8 @@
 """Shape tracing: finds the form of a client's upload by calling ``local_update`` without data.
 
 The method's ``local_update`` gets a download of zeros and a trainer that trains nothing, and its result is
-the form of the upload. If clients may send tensors of different shapes, a method overrides
-:meth:`fedlowrank.core.method.Method.upload_form`.
+the form of the upload. If clients may send tensors of different shapes, a method states the form by
+:attr:`fedlowrank.core.update.Update.form`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ...core import tree
 from ...core.method import ClientInfo, Method, Task
 from ...training.tracing import trace_upload
-from .forms import Template, erase_values
+from .forms import Template
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -20,5 +20,7 @@ AnyMethod = Method[Any, Any, Any, Any]
 def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:
     """The template of a client's upload; only the form of the download is used, and errors are not caught."""
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
-    upload, trained = trace_upload(method, task, info, tree.zeros_like(down))
-    return Template.of(method.upload_form(erase_values(upload), task), trained)
+    down = tree.zeros_like(down)
+    upload, trained = trace_upload(method, task, info, down)
+    form = method.update(down, info, task).form
+    return Template.of(upload if form is None else form, trained)

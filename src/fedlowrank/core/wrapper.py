@@ -1,0 +1,53 @@
+"""A method that wraps another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .method import C, D, Method, Pass, S, Task, U
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+_DESCRIPTION = (
+    "title",
+    "citation",
+    "at_rest",
+    "heterogeneous",
+    "needs_classes",
+    "uses_rounds",
+    "couples_examples",
+    "one_model",
+)
+
+
+@dataclass(frozen=True)
+class MethodWrapper(Method[S, C, D, U]):
+    """A method that changes what travels between the clients and the server of another one.
+
+    Passes, participants and what the class says of itself are those of the method within.
+
+    Attributes:
+        inner: the method within.
+    """
+
+    inner: AnyMethod = field(kw_only=True)
+
+    title = "Wrapper"
+    """Of the class alone; an object has that of the method within."""
+
+    def __post_init__(self) -> None:
+        for name in _DESCRIPTION:
+            object.__setattr__(self, name, getattr(self.inner, name))
+
+    def passes(self) -> dict[str, Pass]:
+        """See the base class."""
+        return self.inner.local_passes()
+
+    def remarks(self, task: Task) -> list[str]:
+        """See the base class."""
+        return self.inner.remarks(task)
+
+    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+        """See the base class."""
+        return self.inner.participants(sampled, everyone)
