@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..simulation.state import State
 from ..core import tree
 from ..core.contribution import Aggregator
 from ..core.errors import FedlowrankError, TaskError
@@ -27,7 +28,7 @@ from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.client_store import ClientStore
-from ..simulation.run import Run, State
+from ..simulation.run import Run
 from ..simulation.scoring import ScoringPool, measure
 from ..simulation.settings import RunSettings
 
