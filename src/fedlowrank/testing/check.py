@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..simulation.state import State
 from ..core import tree
 from ..core.contribution import Aggregator
 from ..core.errors import FedlowrankError, TaskError
@@ -31,6 +30,7 @@ from ..simulation.client_store import ClientStore
 from ..simulation.run import Run
 from ..simulation.scoring import ScoringPool, measure
 from ..simulation.settings import RunSettings
+from ..simulation.state import State
 
 AnyMethod = Method[Any, Any, Any, Any]
 
