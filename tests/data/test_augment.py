@@ -29,8 +29,9 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.simulation.state import State
 from fedlowrank.training import feed
 from fedlowrank.training.local_data import LocalData
 

@@ -38,8 +38,9 @@ from fedlowrank.methods.fedem import FedEM
 from fedlowrank.methods.ifca import IFCA, nearest
 from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.simulation.state import State
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small

@@ -38,8 +38,9 @@ from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.simulation.state import State
 
 from .setting import CLASSES, Net, arrays, order_of, run_of, view_of
 

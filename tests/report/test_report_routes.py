@@ -22,12 +22,13 @@ from report_runs import (
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, comparison, write_report
-from fedlowrank.report.frame import find_collapse, score_recovery
+from fedlowrank.report.frame import find_collapse
 from fedlowrank.report.gallery import draw_all, save_figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.sentences import collapse_warnings, find_warnings
 from fedlowrank.report.style import to_svg
 from fedlowrank.report.tables import to_markdown
+from fedlowrank.simulation.measurements import score_recovery
 
 TRUTH = [0, 1, 0, 1]
 

@@ -31,8 +31,9 @@ def scored(values, weights=None, measure="accuracy"):
     record = RoundRecord(0, **{measure: {"personal": {"test": list(values)}}})
     sizes = [1] * len(values) if weights is None else weights
     clients = [{"id": i, "test": size} for i, size in enumerate(sizes)]
-    scores = RunStatistics(RunRecord(Path("x"), {}, clients, [record], {})).scores
-    return scores[measure, "personal", "test", False].iloc[0] if scores else None
+    name = "loss" if measure == "risk" else measure
+    scores = RunRecord(Path("x"), {}, clients, [record], {}).measurements.over_clients(name, "personal")
+    return scores.iloc[0] if len(scores) else None
 
 
 @pytest.mark.full
@@ -64,7 +65,7 @@ def test_not_finite_is_left_out_and_counted():
 def test_examples_that_are_not_known_weigh_nothing():
     values = {"personal": {"test": [0.2, 0.6]}}
     run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, accuracy=values)], {})
-    (scores,) = RunStatistics(run).scores.values()
+    scores = run.measurements.over_clients("accuracy", "personal")
     assert math.isnan(scores["weighted"].iloc[0])
 
 

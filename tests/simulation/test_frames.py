@@ -18,6 +18,7 @@ from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.methods import Ditto, FedAvg
 from fedlowrank.report import comparison
 from fedlowrank.simulation.frames import client_frame, rounds_frame
+from fedlowrank.simulation.measurements import Measurements
 from fedlowrank.simulation.progress import describe_record
 from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
 
@@ -122,17 +123,20 @@ def test_a_result_and_its_folder_give_one_table(tmp_path: Path) -> None:
     assert test["accuracy"].mean() == pytest.approx(result.mean_accuracy())
 
 
+CLIENTS = [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3, "hostile": True}]
+
+
 def test_missing_is_not_diverged_and_some_clients_have_no_row() -> None:
     nothing = RoundRecord(round=0)
     table = {"personal": {"test": [0.5, None, None, 0.25]}}
     loss: Any = {"personal": {"test": [math.nan, None, None, 2.0]}}
     record = RoundRecord(round=1, accuracy=table, risk=loss, evaluated=[0, 1, 3])
-    found = client_frame([nothing, record], 4, hostile={3})
+    found = client_frame(Measurements.of([nothing, record], CLIENTS))
     assert found["client"].tolist() == [0, 1, 3]
     assert found["hostile"].tolist() == [False, False, True]
     assert found["loss"].tolist()[::2] == [math.inf, 2.0]
     assert math.isnan(found["loss"][1])
-    assert len(client_frame([nothing], 4)) == 0
+    assert len(client_frame(Measurements.of([nothing], CLIENTS))) == 0
     assert rounds_frame([nothing])["round"].tolist() == [0]
 
 

@@ -32,8 +32,9 @@ from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.simulation.state import State
 from fedlowrank.training.kept_optimizers import KeepingTrainer, StateWithOptimizers
 from methods.setting import CLASSES, Net, arrays
 

@@ -27,7 +27,7 @@ from ..language.peft_config import lora_config
 from ..methods import METHODS
 from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
-from ..simulation.run_folder import changes_of
+from ..simulation.config_changes import changes_of
 from ..simulation.settings import RunSettings
 from .alternatives import SECTIONS
 from .assembly import Shares, assemble, load_language, share_data

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, ConfigError
+from ..simulation.measurements import mean_over_clients
 from ..simulation.records import RoundRecord, RunRecord, describe_missing
 from .comparison import PlannedRun
 from .experiment import ExperimentConfig, MethodSettings
@@ -196,9 +197,9 @@ def _validation(record: RoundRecord, apart: Collection[int], series: str | None)
     for found, is_loss in ((record.accuracy, False), (record.risk, True)):
         table = found or {}
         values = table.get(series or "", next(iter(table.values()), {})).get("val", [])
-        known = [v for client, v in enumerate(values) if v is not None and client not in apart]
-        if known:
-            return ValidationScore(sum(known) / len(known), record.round, is_loss)
+        mean = mean_over_clients(v for client, v in enumerate(values) if client not in apart)
+        if mean is not None:
+            return ValidationScore(mean, record.round, is_loss)
     return None
 
 

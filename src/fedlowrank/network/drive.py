@@ -22,6 +22,7 @@ from ..simulation.digest import digest_of
 from ..simulation.loggers import check_loggers
 from ..simulation.plan import Plan, rounds_of
 from ..simulation.records import RoundRecord
+from ..simulation.restore import restore
 from ..simulation.result import Result
 from ..simulation.round_loop import rounds
 from ..simulation.run_folder import RunFolder
@@ -134,7 +135,7 @@ def drive(
         folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
-            records = folder.restore(run)
+            records = restore(run, folder)
         else:
             folder.create(force=False)
 

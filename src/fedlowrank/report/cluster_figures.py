@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from . import chart
 from .formats import one_line
-from .frame import Floats, routes_by_round, true_clusters, unseen_clients
+from .frame import Floats, true_clusters
 from .groups import RunGroup, seed_of
 from .style import INK, Picture, Styles, drawing, figure_height, figure_width, make_styles
 
@@ -62,7 +62,7 @@ def plot_routes(groups: Sequence[RunGroup]) -> list[Picture]:
 @drawing()
 def _plot_routes(group: RunGroup) -> Picture | None:
     run = group.first
-    rounds = routes_by_round(run)
+    rounds = run.measurements.routes()
     if not rounds:
         return None
     known = sorted(rounds)
@@ -91,7 +91,7 @@ def _plot_routes(group: RunGroup) -> Picture | None:
     for axes in panels:
         borders = [y - 0.5 for y in range(1, len(rows)) if truth[rows[y]] != truth[rows[y - 1]]]
         axes.hlines(borders, *axes.get_xlim(), color=INK, linewidth=0.7, alpha=0.7)
-    never = unseen_clients(run)
+    never = run.measurements.flagged("unseen")
     unseen = [y for y, i in enumerate(rows) if i in never]
     if unseen:
         # An empty line outside the axes would have no place, and upset the layout.

@@ -16,7 +16,7 @@ from ..core.errors import ConfigError
 from ..simulation.records import RunRecord
 from ..simulation.settings import RunSettings
 from .formats import one_line
-from .frame import section, unseen_clients
+from .frame import section
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
 from .metrics import ROUNDING, Estimate, RunStatistics, curve_over_seeds, estimate
 from .modes import find_modes
@@ -109,7 +109,7 @@ class RunGroup:
             start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
         name, by = self.headline if series is None else series, measure or self.measure
-        scores = [run.curve(name, by, unseen=unseen)["mean"] for run in self.runs]
+        scores = [run.curve(name, by, who="unseen" if unseen else "trained")["mean"] for run in self.runs]
         curve = self._without_interval(curve_over_seeds(scores), name, by)
         sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
         elapsed = [run.simulated for run, score in zip(self.runs, scores, strict=True) if len(score)]
@@ -228,7 +228,7 @@ def chance_level(run: RunRecord) -> float:
     """
     if predicts_tokens(run) or not run.config.get("classes"):
         return 0.0
-    guess, unseen = 1 / len(run.config["classes"]), unseen_clients(run)
+    guess, unseen = 1 / len(run.config["classes"]), run.measurements.flagged("unseen")
     rows = [section(row, "classes").get("test") for row in run.clients if row.get("id") not in unseen]
     shares = [np.array(counts) / sum(counts) for counts in rows if counts and sum(counts)]
     if len({len(one) for one in shares}) != 1:

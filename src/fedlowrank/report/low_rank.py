@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from ..simulation.measurements import TRAINING_LOSS
 from ..simulation.records import RunRecord
 from .formats import one_line
-from .frame import client_column, section
+from .frame import section
 from .groups import (
     RunGroup,
     by_experiment,
@@ -32,7 +33,7 @@ from .text_table import Column, TextTable
 
 def client_ranks(run: RunRecord) -> dict[int, int]:
     """The LoRA rank of each client that has one."""
-    return {i: rank for i, rank in client_column(run, "rank").items() if type(rank) is int and rank > 0}
+    return {i: rank for i, rank in run.measurements.column("rank").items() if type(rank) is int and rank > 0}
 
 
 def has_adapters(groups: Sequence[RunGroup]) -> bool:
@@ -152,7 +153,7 @@ def reply_values(run: RunStatistics, kind: str) -> pd.DataFrame:
 
     ``kind`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
     """
-    table = run.reported(kind)
+    table = run.table.of_rounds(kind)
     table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
     return table.where(np.isfinite(table)).dropna(axis=1, how="all")
 
@@ -166,7 +167,7 @@ def server_rank(group: RunGroup) -> tuple[pd.DataFrame, float, float] | None:
     """
     tracks, last = [], []
     for run in group.runs:
-        table = run.reported("ranks")
+        table = run.table.of_rounds("ranks")
         table = table.loc[:, table.iloc[:1].eq(0).all()].dropna(how="all")
         if (table > 0).any(axis=None):
             tracks.append(table.mean(axis=1))
@@ -192,14 +193,14 @@ def discarded_share(group: RunGroup) -> pd.DataFrame:
 
 def training_losses(group: RunGroup) -> dict[str, pd.DataFrame]:
     """Mean loss over the steps of each pass, of all participants, by round; passes in order."""
-    tables = [run.reported("loss") for run in group.runs]
+    tables = [run.table.of_rounds(TRAINING_LOSS) for run in group.runs]
     names = dict.fromkeys(name for table in tables for name in table)
     curves = {name: curve_over_seeds(t[name] for t in tables if name in t) for name in names}
     return {name: curve for name, curve in curves.items() if len(curve)}
 
 
 def _total(run: RunStatistics, kind: str) -> pd.Series:
-    return run.reported(kind).sum(axis=1, skipna=False)
+    return run.table.of_rounds(kind).sum(axis=1, skipna=False)
 
 
 class RankCurve(NamedTuple):
@@ -218,12 +219,13 @@ def model_size(group: RunGroup, series: str) -> tuple[Estimate, Estimate] | None
     """
     means, deviations = [], []
     for run in group.runs:
-        if series in run.sizes:
-            table, scores = run.sizes[series], run.curve(series, run.measure or ACCURACY)
+        table = run.table.over_clients("parameters", series, "", "all")
+        if len(table):
+            scores = run.curve(series, run.measure or ACCURACY)
             is_known = len(scores) > 0 and scores.index[-1] in table.index
             sizes = table.loc[scores.index[-1]] if is_known else table.iloc[-1]
-            means.append(sizes.mean())
-            deviations.append(sizes.std(ddof=0))
+            means.append(sizes["mean"])
+            deviations.append(sizes["std"])
     mean, std = estimate(means), estimate(deviations)
     return (mean, std) if mean and std else None
 
@@ -237,7 +239,11 @@ def sizes_differ(groups: Sequence[RunGroup]) -> bool:
     settings: dict[str, list[pd.DataFrame]] = {}
     for group in groups:
         of_setting = settings.setdefault(f"{group.experiment} {vary_text(group.vary)}", [])
-        of_setting += [table for run in group.runs for table in run.sizes.values()]
+        of_setting += [
+            run.table.of_clients("parameters", series)
+            for run in group.runs
+            for series in run.table.series("parameters", "")
+        ]
     return any((pd.concat(tables).nunique() > 1).any() for tables in settings.values() if tables)
 
 
@@ -246,7 +252,7 @@ def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
 
     Weights that not all seeds have, or whose rank was zero before training, are left out.
     """
-    tables = [table for run in group.runs if len(table := run.reported("ranks"))]
+    tables = [table for run in group.runs if len(table := run.table.of_rounds("ranks"))]
     found = {}
     for name in tables[0].columns if tables else ():
         if all(name in table and table[name].notna().all() and table[name].iloc[0] > 0 for table in tables):
@@ -260,7 +266,7 @@ def rank_curves(group: RunGroup) -> dict[str, RankCurve]:
 
 def last_ranks(group: RunGroup) -> dict[str, float]:
     """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
-    last = [table.iloc[-1] for run in group.runs if len(table := run.reported("ranks"))]
+    last = [table.iloc[-1] for run in group.runs if len(table := run.table.of_rounds("ranks"))]
     means = pd.DataFrame(last).mean().dropna()
     return {str(name): float(mean) for name, mean in means.items()}
 

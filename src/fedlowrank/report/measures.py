@@ -21,7 +21,7 @@ from .formats import (
 class Measure:
     """A number that every evaluation has for every client."""
 
-    field: Literal["accuracy", "risk"]  # of a :class:`fedlowrank.simulation.records.RoundRecord`
+    name: Literal["accuracy", "loss"]  # in :class:`fedlowrank.simulation.measurements.Measurements`
     noun: str  # name in a sentence, such as ``test accuracy``
     title: str  # name in a heading
     unit: str = ""  # in which it is shown; empty for none
@@ -30,7 +30,7 @@ class Measure:
     @property
     def is_loss(self) -> bool:
         """Whether lower is better."""
-        return self.field == "risk"
+        return self.name == "loss"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -86,10 +86,10 @@ class Measure:
 
 
 ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)
-LOSS = Measure("risk", "test loss", "Test loss")
+LOSS = Measure("loss", "test loss", "Test loss")
 MEASURES = (ACCURACY, LOSS)
 TOKEN_ACCURACY = Measure("accuracy", "next-token accuracy", "Next-token accuracy", "%", 100.0)
-TOKEN_LOSS = Measure("risk", "loss per token", "Loss per token")
+TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
 _METRIC_TITLES = {
     "macro_f1": "macro F1", "weighted_f1": "weighted F1", "auroc": "AUROC", "top3": "top-3 accuracy",

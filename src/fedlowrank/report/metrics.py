@@ -18,28 +18,17 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
+from ..simulation.measurements import COSTS, Measurements, Who, mean_over_clients
 from ..simulation.records import RoundRecord, RunRecord, describe_missing
 from .formats import one_line
-from .frame import (
-    client_column,
-    evaluations,
-    further_metrics,
-    hostile_clients,
-    method_values,
-    model_sizes,
-    recovery_by_round,
-    section,
-    unseen_clients,
-)
-from .measures import ACCURACY, LOSS, MEASURES, Measure
+from .frame import section
+from .measures import ACCURACY, MEASURES, Measure
 from .modes import Modes, finds_all_groups
 
 LAST = 10  # evaluations in the mean over the end of a run
 # Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9.
 ROUNDING = 1e-12
 CONFIDENCE = 0.95
-COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
-NO_SCORES = pd.DataFrame(columns=["mean", "std"], dtype=np.float64)
 
 
 class Estimate(NamedTuple):
@@ -93,43 +82,6 @@ def curve_over_seeds(tracks: Iterable[pd.Series]) -> pd.DataFrame:
     return pd.DataFrame({"mean": table.mean(axis=1), "ci": half_width(table.std(axis=1), len(known))})
 
 
-def score_clients(values: pd.DataFrame, examples: pd.Series, *, is_loss: bool) -> pd.DataFrame:
-    """Statistics over clients of every evaluation.
-
-    Args:
-        values: see :func:`fedlowrank.report.frame.evaluations`.
-        examples: of each client; NaN if not known.
-        is_loss: whether the worst value is the largest.
-
-    Returns:
-        One row for each round with a finite value: ``mean`` and ``std`` over clients, ``weighted`` mean by
-        examples (NaN if they are not known), ``worst`` (mean of the worst ceil(10 %) of clients), ``without``
-        (clients without examples) and ``non_finite`` (clients left out because their value is not finite).
-    """
-    values = values[np.isfinite(values).any(axis=1)]
-    x = values.to_numpy()
-    finite, weights = np.isfinite(x), examples.to_numpy()
-    count = finite.sum(axis=1)
-    known = np.where(finite, x, 0.0)
-    mean = known.sum(axis=1) / count
-    deviations = np.where(finite, x - mean[:, None], 0.0)
-    # The worst first; what is not finite comes last.
-    cost = -np.sort(np.where(finite, -x if is_loss else x, np.inf), axis=1)
-    tenth = np.ceil(count / 10).astype(int)
-    worst = np.take_along_axis(np.cumsum(cost, axis=1), tenth[:, None] - 1, axis=1)[:, 0] / tenth
-    with np.errstate(invalid="ignore"):
-        weighted = (known * weights).sum(axis=1) / (finite * weights).sum(axis=1)
-    scores = {
-        "mean": mean,
-        "std": np.sqrt((deviations**2).sum(axis=1) / count),
-        "weighted": weighted,
-        "worst": worst if is_loss else -worst,
-        "without": np.isnan(x).sum(axis=1),
-        "non_finite": np.isinf(x).sum(axis=1),
-    }
-    return pd.DataFrame(scores, index=values.index)
-
-
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
     """Sums over rounds of ``COSTS`` and of the recorded seconds of clients, server and simulation."""
     costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
@@ -147,20 +99,15 @@ class RunStatistics:
 
     record: RunRecord
 
-    @cached_property
-    def values(self) -> dict[tuple[str, str, str], pd.DataFrame]:
-        """Every client's results, see :func:`fedlowrank.report.frame.evaluations`."""
-        return evaluations(self.record)
-
-    @cached_property
-    def sizes(self) -> dict[str, pd.DataFrame]:
-        """Parameter counts, see :func:`fedlowrank.report.frame.model_sizes`."""
-        return model_sizes(self.record)
+    @property
+    def table(self) -> Measurements:
+        """All that was measured."""
+        return self.record.measurements
 
     @cached_property
     def recovery(self) -> pd.Series:
-        """Cluster recovery, see :func:`fedlowrank.report.frame.recovery_by_round`."""
-        return recovery_by_round(self.record)
+        """Cluster recovery by round."""
+        return pd.Series(self.table.recovery(), dtype=np.float64)
 
     @cached_property
     def has_found_groups(self) -> bool | None:
@@ -170,37 +117,29 @@ class RunStatistics:
     @cached_property
     def sent(self) -> pd.Series:
         """Bytes sent both ways since the start, by round."""
-        return pd.Series({r.round: float(r.bytes_up + r.bytes_down) for r in self.record.rounds}).cumsum()
+        up, down = (self.table.of_rounds(name)[""] for name in ("bytes_up", "bytes_down"))
+        return (up + down).cumsum()
 
     @cached_property
     def simulated(self) -> pd.Series:
         """Simulated seconds since the start, by round; empty without a simulated clock."""
-        taken = {r.round: r.simulated_seconds for r in self.record.rounds}
-        has_clock = any(seconds is not None for seconds in taken.values())
-        return pd.Series(taken if has_clock else {}, dtype=np.float64).fillna(0.0).cumsum()
-
-    def reported(self, kind: str) -> pd.DataFrame:
-        """A table of :func:`fedlowrank.report.frame.method_values`; empty if the method has none."""
-        return self._reported.get(kind, pd.DataFrame(dtype=np.float64))
+        taken = self.table.of_rounds("simulated_seconds")
+        if taken.empty:
+            return pd.Series(dtype=np.float64)
+        return taken[""].reindex([record.round for record in self.record.rounds]).fillna(0.0).cumsum()
 
     @cached_property
-    def _reported(self) -> dict[str, pd.DataFrame]:
-        return method_values(self.record)
+    def _curves(self) -> dict[tuple[str, str, str, Who], pd.DataFrame]:
+        return {}
 
-    @cached_property
-    def scores(self) -> dict[tuple[str, str, str, bool], pd.DataFrame]:
-        """Statistics by round (:func:`score_clients`), by measure, series, split and unseen clients."""
-        found, unseen = {}, unseen_clients(self.record)
-        for (field, series, split), table in self.values.items():
-            sizes = {client: float(n or 0) for client, n in client_column(self.record, split).items()}
-            examples = table.columns.to_series().map(sizes)
-            is_unseen = table.columns.isin(unseen)
-            for flag in (False, True):
-                mine = is_unseen == flag
-                scores = score_clients(table.loc[:, mine], examples[mine], is_loss=field == LOSS.field)
-                if len(scores):
-                    found[field, series, split, flag] = scores
-        return found
+    def curve(
+        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "trained"
+    ) -> pd.DataFrame:  # fmt: skip
+        """Statistics of one series over clients, by round: see :func:`.measurements.summarize`."""
+        key = measure.name, series or "", split, who
+        if key not in self._curves:
+            self._curves[key] = self.table.over_clients(*key)
+        return self._curves[key]
 
     @cached_property
     def last_metrics(self) -> dict[tuple[str, str], float]:
@@ -209,36 +148,34 @@ class RunStatistics:
         Means over the clients that can train and for which the metric is defined; infinite if one of them is
         not finite.
         """
-        unseen, found = unseen_clients(self.record), {}
-        for key, table in further_metrics(self.record).items():
-            last = table.loc[:, ~table.columns.isin(unseen)].iloc[-1].dropna()
-            if len(last):
-                found[key] = float(last.mean())
+        found = {}
+        for name in self.table.metrics:
+            for series in self.table.series(name):
+                values = self.table.of_clients(name, series, "test").iloc[-1]
+                trained = values[self.table.who("trained", len(values))].dropna()
+                mean = mean_over_clients(trained)
+                if mean is not None:
+                    found[name, series] = math.inf if math.isnan(mean) else mean
         return found
 
     @cached_property
     def measure(self) -> Measure | None:
         """Accuracy if any client has one, else loss if any client has one, else None."""
-        tests = ((key[0], table) for key, table in self.values.items() if key[2] == "test")
-        known = {field for field, table in tests if table.notna().any(axis=None)}
-        return next((measure for measure in MEASURES if measure.field in known), None)
+        for measure in MEASURES:
+            tables = (self.table.of_clients(measure.name, s, "test") for s in self.table.series(measure.name))
+            if any(table.notna().any(axis=None) for table in tables):
+                return measure
+        return None
 
-    @cached_property
+    @property
     def headline(self) -> str | None:
         """The first series that the method reports, or None if the run was never evaluated."""
-        return next((series for _, series, _ in self.values), None)
+        return next(iter(self.table.all_series), None)
 
     @property
     def series(self) -> list[str]:
         """Names of all series in what the run is judged by."""
-        judged = (self.measure or ACCURACY).field
-        return list(dict.fromkeys(series for field, series, _ in self.values if field == judged))
-
-    def curve(
-        self, series: str | None, measure: Measure, split: str = "test", *, unseen: bool = False
-    ) -> pd.DataFrame:  # fmt: skip
-        """Scores of one series by round, over the clients that can train or over those that never do."""
-        return self.scores.get((measure.field, series or "", split, unseen), NO_SCORES)
+        return self.table.series((self.measure or ACCURACY).name)
 
     def results(self, series: str | None, measure: Measure) -> dict[str, float] | None:
         """Statistics of a series at the rounds that a report may choose; None if it was never evaluated.
@@ -252,16 +189,9 @@ class RunStatistics:
             over the clients that never train. ``honest`` and ``std_honest``: over the clients that can train
             and are not hostile, in a simulated attack.
         """
-        return self._results.get((measure.field, series or ""))
-
-    @cached_property
-    def _results(self) -> dict[tuple[str, str], dict[str, float]]:
-        tests = [key[:2] for key in self.scores if key[2:] == ("test", False)]
-        by_field = {str(measure.field): measure for measure in MEASURES}
-        return {(field, name): self._choose_rounds(name, by_field[field]) for field, name in tests}
-
-    def _choose_rounds(self, series: str, measure: Measure) -> dict[str, float]:
         test = self.curve(series, measure)
+        if test.empty:
+            return None
         last, at = test.iloc[-1], test.index[-1]
         found = {
             "round": at, "last": last["mean"], "std_clients": last["std"], "last_weighted": last["weighted"],
@@ -274,13 +204,12 @@ class RunStatistics:
         if not validation.empty:
             best = validation.idxmin() if measure.is_loss else validation.idxmax()
             found |= {"best_round": best, "best_by_validation": means[best]}
-        unseen = self.curve(series, measure, unseen=True)
+        unseen = self.curve(series, measure, who="unseen")
         if at in unseen.index:
             found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
-        if hostile := hostile_clients(self.record):
-            values = self.client_values(series, measure)
-            honest = values[~values.index.isin(hostile)]
-            found |= {"honest": honest.mean(), "std_honest": honest.std(ddof=0)}
+        if self.table.flagged("hostile"):
+            honest = self.curve(series, measure, who="honest").reindex([at]).iloc[0]
+            found |= {"honest": honest["mean"], "std_honest": honest["std"]}
         return found
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
@@ -288,8 +217,8 @@ class RunStatistics:
         test = self.curve(series, measure)
         if test.empty:
             return pd.Series(dtype=np.float64)
-        row = self.values[measure.field, series or "", "test"].loc[test.index[-1]]
-        return row[np.isfinite(row) & ~row.index.isin(unseen_clients(self.record))]
+        row = pd.Series(self.table.row(test.index[-1], measure.name, series or "", "test"))
+        return row[np.isfinite(row) & ~row.index.isin(self.table.flagged("unseen"))]
 
     @cached_property
     def costs(self) -> dict[str, float]:
@@ -327,7 +256,7 @@ class RunStatistics:
         scored = self.curve(self.headline, measure)
         if scored.empty:
             found.append("no evaluation")
-        elif scored.index[-1] < self.values[measure.field, self.headline or "", "test"].index[-1]:
+        elif scored.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]:
             noun = measure.noun if measure.is_loss else "accuracy"
             found.append(f"no finite {noun} after round {scored.index[-1]}")
         return ", ".join(found)

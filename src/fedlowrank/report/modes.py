@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..simulation.records import RunRecord
-from .frame import routes_by_round, section, true_clusters, unseen_clients
+from .frame import section, true_clusters
 
 LEAST_GAP = 0.1  # between the two groups of seeds: ten points of accuracy
 GAP_TO_SPREAD = 5.0  # least ratio of that gap to the range within either group
@@ -70,12 +70,12 @@ def finds_all_groups(run: RunRecord) -> bool | None:
     A group is found if more than half of its clients have their largest share at one cluster, and no other group has
     that cluster. None where the method does not choose clusters or fewer than two groups are known.
     """
-    rounds = routes_by_round(run)
+    rounds = run.measurements.routes()
     # a router that is given the true cluster does not choose
     router = section(section(section(run.config, "method"), "fields"), "router")
     if not rounds or router.get("routing") == "optimal":
         return None
-    routes, unseen = rounds[max(rounds)], unseen_clients(run)
+    routes, unseen = rounds[max(rounds)], run.measurements.flagged("unseen")
     chosen: dict[int, list[int]] = {}
     for client, cluster in enumerate(true_clusters(run, len(routes))):
         if cluster is not None and client not in unseen:

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..simulation.measurements import COSTS
 from .formats import one_line
-from .frame import section, unseen_clients
+from .frame import section
 from .groups import RunGroup, seed_of
 from .low_rank import adapter_row, last_ranks, model_size
 from .measures import ACCURACY, LOSS, MEASURES, Measure
-from .metrics import COSTS
 from .trust import trust_row
 
 FLOAT32 = 4
@@ -44,7 +44,7 @@ def comparison_row(group: RunGroup) -> Row:
         "clients_not_finite": _common(results["non_finite"].astype(int)),
         "last_round": _common(results["round"].astype(int)),
         "judged_by": group.measure.noun if n else None,
-        "clients_unseen": _common(len(unseen_clients(run.record)) for run in runs),
+        "clients_unseen": _common(len(run.record.measurements.flagged("unseen")) for run in runs),
     }
     for measure in MEASURES:
         row |= _results(group, measure)

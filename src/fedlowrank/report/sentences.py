@@ -8,7 +8,7 @@ from typing import Any
 
 from ..simulation.records import RunRecord
 from .formats import format_percent, one_line
-from .frame import find_collapse, routes_by_round, section, true_clusters, unseen_clients
+from .frame import find_collapse, section, true_clusters
 from .groups import (
     SECTIONS,
     RunGroup,
@@ -39,7 +39,7 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
         f"{count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} "
         "test examples in all.",
     ]
-    if unseen := len(unseen_clients(run)):
+    if unseen := len(run.measurements.flagged("unseen")):
         found.append(
             f"{unseen} of the clients never train and stand apart in all results: means are over the other "
             f"{len(run.clients) - unseen}."
@@ -147,7 +147,7 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
 
 def _collapse(run: RunRecord) -> tuple[int, int, int, int] | None:
     """Round, clusters, clients and the cluster that all of them chose in the end, unless that is right."""
-    rounds = routes_by_round(run)
+    rounds = run.measurements.routes()
     if not rounds:
         return None
     at, routes = max(rounds.items())

@@ -11,7 +11,7 @@ import pandas as pd
 from ..simulation.participants import round_half_up
 from ..simulation.records import RunRecord
 from .formats import format_number, one_line
-from .frame import hostile_clients, section, unseen_clients
+from .frame import section
 from .groups import RunGroup
 from .measures import MEASURES
 from .metrics import RunStatistics, curve_over_seeds, estimate
@@ -78,14 +78,14 @@ def is_replacing(run: RunRecord) -> bool:
     See :attr:`fedlowrank.trust.accounting.Sampling.relation`; under local privacy it is always so.
     """
     settings = section(run.config, "run")
-    seen = len(run.clients) - len(unseen_clients(run))
+    seen = len(run.clients) - len(run.measurements.flagged("unseen"))
     drawn = max(1, round_half_up(settings.get("participation", 1.0) * seen))
     is_fixed = settings.get("sampling") != "poisson" and drawn < seen
     return section(settings, "privacy").get("kind") == "local" or is_fixed
 
 
 def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
-    kind, hostile = attack["kind"], len(hostile_clients(run))
+    kind, hostile = attack["kind"], len(run.measurements.flagged("hostile"))
     strength = f", strength {attack['strength']:g}" if attack.get("strength") is not None else ""
     target = f" to class {attack.get('target', 0)}" if kind == "backdoor" else ""
     return (
@@ -105,13 +105,13 @@ def clipping_curve(group: RunGroup) -> pd.DataFrame:
 
 
 def _curve(group: RunGroup, kind: str, name: str) -> pd.DataFrame:
-    tables = [run.reported(kind) for run in group.runs]
+    tables = [run.table.of_rounds(kind) for run in group.runs]
     return curve_over_seeds(table[name] for table in tables if name in table)
 
 
 def hostile_weight(run: RunStatistics) -> float:
     """Share of the weights of replies that a rule gave to hostile clients, mean over rounds, or NaN."""
-    weights, hostile = run.reported("weight"), hostile_clients(run.record)
+    weights, hostile = run.table.of_rounds("weight"), run.record.measurements.flagged("hostile")
     if not hostile or weights.empty:
         return math.nan
     of_hostile = weights[[name for name in weights if int(name) in hostile]].sum(axis=1)
@@ -126,7 +126,7 @@ def trust_row(group: RunGroup) -> dict[str, float | None]:
     take for the target, ``hostile_weight`` that of :func:`hostile_weight`; ``epsilon`` the ε that was spent.
     """
     row: dict[str, float | None] = {}
-    if any(hostile_clients(run.record) for run in group.runs):
+    if any(run.record.measurements.flagged("hostile") for run in group.runs):
         for measure in MEASURES:
             for name in ("honest", "std_honest"):
                 found = estimate(group.results(measure=measure)[name])
@@ -141,5 +141,5 @@ def trust_row(group: RunGroup) -> dict[str, float | None]:
 
 def _last(run: RunStatistics, kind: str, name: str) -> float:
     """The last value of what a run reports; NaN if there is none."""
-    table = run.reported(kind)
+    table = run.table.of_rounds(kind)
     return float(table[name].iloc[-1]) if name in table else math.nan

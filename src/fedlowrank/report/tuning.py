@@ -16,7 +16,7 @@ from .sweeps import shorten_names
 from .text_table import Column, TextTable, escape_markdown, to_markdown
 
 ACCURACY = Measure("accuracy", "validation accuracy", "Validation accuracy", "%", 100.0)
-LOSS = Measure("risk", "validation loss", "Validation loss")
+LOSS = Measure("loss", "validation loss", "Validation loss")
 
 
 def tuning_tables(

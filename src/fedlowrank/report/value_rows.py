@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.files import as_checkpoint_error, write_atomically
-from ..simulation.frames import ALL, KEYS, run_frame
+from ..simulation.frames import ALL, KEYS, client_frame
 from ..simulation.records import RunRecord
 from .frame import section
 
@@ -23,7 +23,7 @@ def list_values(record: RunRecord) -> pd.DataFrame:
         is empty where clients have no names. A value that is not
         defined has no row; one that is not finite is ``inf``.
     """
-    table = run_frame(record, series=ALL)
+    table = client_frame(record.measurements, series=ALL)
     if "client_name" not in table:
         table["client_name"] = ""
     keys = ["round", "client", "client_name", "series", "split"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -140,7 +141,9 @@ class EarlyStopping(Callback):
                 f"EarlyStopping: the run measures {measured} and not {self.metric!r}: add it to metrics"
             )
         value = record.mean("val", metric=self.metric)
-        return None if value is None else self.sign * value
+        if value is None:
+            return None
+        return -math.inf if math.isnan(value) else self.sign * value
 
 
 class CallbackList:

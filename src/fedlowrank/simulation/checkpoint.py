@@ -26,7 +26,7 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically
 from .client_store import ClientStore, LazyMapping
 from .digest import check_seal, digest_of, sealed
-from .run import State
+from .state import State
 
 KEPT, STATES = ".checkpoint", ".states"
 _LENGTH = 8
@@ -186,7 +186,9 @@ def load(folder: Path, store: ClientStore | None = None) -> State:
     last = _last(folder, files)
     newest = _newest(files, last.round)
     clients = LazyMapping(newest, lambda c: newest[c][0].decode(newest[c][1]))
-    return State(last.round, last.decode(last.server), (ClientStore() if store is None else store) | clients)
+    return State.from_stored(
+        last.round, last.decode(last.server), (ClientStore() if store is None else store) | clients
+    )
 
 
 def exists(folder: Path) -> bool:

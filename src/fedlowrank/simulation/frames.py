@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from .records import Accuracy, RoundRecord, RunRecord, describe_missing
+from .measurements import COSTS, Measurements
+from .records import RoundRecord, RunRecord, describe_missing
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +24,7 @@ ALL = "all"
 """In the place of a series: rows of every one."""
 
 
-def client_frame(
-    records: Sequence[RoundRecord],
-    clients: int,
-    unseen: Collection[int] = (),
-    hostile: Collection[int] = (),
-    *,
-    last: bool = False,
-    series: str | None = None,
-    examples: Mapping[str, Sequence[int | None]] | None = None,
-    client_names: Sequence[str] = (),
-) -> pd.DataFrame:
+def client_frame(table: Measurements, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
     """One row for each evaluated round, client and split, of the method's headline series.
 
     A method may evaluate several models of a client, which are its *series*: Ditto the client's own model and the
@@ -41,14 +32,9 @@ def client_frame(
     to be named.
 
     Args:
-        records: of the run.
-        clients: number of all clients.
-        unseen: identifiers of clients that never train.
-        hostile: identifiers of hostile clients.
+        table: of the run.
         last: keep only the last evaluated round.
         series: name of a series, or ``"all"``; None for the headline, the first that the method reports.
-        examples: of each client, by split, if they are known.
-        client_names: of each client, if clients have names.
 
     Returns:
         Columns round, client, client_name (where clients have names), unseen, hostile, series, split, n
@@ -60,31 +46,30 @@ def client_frame(
     Raises:
         ConfigError: if there is no such series.
     """
-    evaluated = [record for record in records if record.accuracy is not None]
-    known = list(dict.fromkeys(name for record in evaluated for name in record.accuracy or ()))
+    known = table.all_series
     if known:
         _require_series(series, known, "the run")
-    chosen = _choose_series(series, known)
-    evaluated = evaluated[-1:] if last else evaluated
-    names = list(dict.fromkeys(name for record in evaluated for name in record.metrics or ()))
-    is_unseen, is_hostile = (np.isin(np.arange(clients), [*some]) for some in (unseen, hostile))
+    rounds, names = table.evaluated_rounds, ["accuracy", "loss", *table.metrics]
+    unseen, hostile = table.flagged("unseen"), table.flagged("hostile")
     parts = []
-    for record in evaluated:
-        who = np.arange(clients) if record.evaluated is None else np.array(record.evaluated, dtype=int)
-        for name in chosen:
-            for split in (record.accuracy or {}).get(name, ()):
-                tables = {"accuracy": record.accuracy, "loss": record.risk}
-                tables |= {metric: (record.metrics or {}).get(metric) for metric in names}
-                n = _counts((examples or {}).get(split), clients)[who]
-                keys = (record.round, who, is_unseen[who], is_hostile[who], name, split, n)
-                columns = dict(zip(KEYS, keys, strict=True))
-                columns |= {metric: _column(table, name, split, who) for metric, table in tables.items()}
+    for t in rounds[-1:] if last else rounds:
+        who = np.array(table.evaluated(t), dtype=int)
+        is_unseen, is_hostile = (np.isin(who, [*flagged]) for flagged in (unseen, hostile))
+        for name in _choose_series(series, known):
+            for split in table.splits(t, name):
+                n = table.examples(split, table.clients)[who]
+                columns = dict(zip(KEYS, (t, who, is_unseen, is_hostile, name, split, n), strict=True))
+                for metric in names:
+                    row = table.row(t, metric, name, split)
+                    columns[metric] = math.nan if row is None else row[who]
                 parts.append(pd.DataFrame(columns))
     if not parts:
         return pd.DataFrame(columns=[*KEYS, "accuracy", "loss"])
     frame = pd.concat(parts, ignore_index=True)
-    if any(client_names):
-        frame.insert(KEYS.index("client") + 1, "client_name", [client_names[i] for i in frame["client"]])
+    client_names = table.column("name")
+    if any(client_names.values()):
+        named = [client_names.get(i) or "" for i in frame["client"]]
+        frame.insert(KEYS.index("client") + 1, "client_name", named)
     return frame
 
 
@@ -104,30 +89,6 @@ def _require_series(series: str | None, known: Collection[str], whose: str) -> N
         )
 
 
-def _counts(examples: Sequence[int | None] | None, clients: int) -> Any:
-    """Numbers of examples by client; NaN for all if one is not known, so that no mean is over some alone."""
-    if examples is None or any(n is None for n in examples):
-        return np.full(clients, math.nan)
-    return np.array(examples)
-
-
-def _column(table: Accuracy | None, series: str, split: str, clients: Any) -> Any:
-    """Values of some clients; NaN for None, infinity for what is not finite."""
-    row = (table or {}).get(series, {}).get(split)
-    if row is None:
-        return np.full(len(clients), math.nan)
-    return np.array([_number(row[i]) for i in clients], dtype=np.float64)
-
-
-def _number(value: float | None) -> float:
-    if value is None:
-        return math.nan
-    return math.inf if math.isnan(value) else value
-
-
-COUNTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
-
-
 def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
     """One row for each round, the one before training included.
 
@@ -141,7 +102,7 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
     for record in records:
         row: dict[str, Any] = {"round": record.round}
         row |= {"participants": len(record.participants), "lost": len(record.lost)}
-        row |= {name: getattr(record, name) for name in COUNTS}
+        row |= {name: getattr(record, name) for name in COSTS}
         if record.simulated_seconds is not None:
             row["simulated_seconds"] = record.simulated_seconds
         row |= {f"seconds_{name}": value for name, value in record.seconds.items()}
@@ -224,27 +185,8 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
     parts = []
     for name, record in found:
         if series in (None, ALL, *_series_of([record.rounds])):
-            parts.append(_labeled(run_frame(record, last=last, series=series), name, record))
+            parts.append(_labeled(client_frame(record.measurements, last=last, series=series), name, record))
     return _joined(parts)
-
-
-def run_frame(record: RunRecord, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
-    """The table of :func:`client_frame` of a run that was read from its folder.
-
-    Args:
-        record: of the run.
-        last: keep only the last evaluated round.
-        series: see :func:`client_frame`.
-    """
-    unseen, hostile = (
-        {row.get("id", i) for i, row in enumerate(record.clients) if row.get(flag)}
-        for flag in ("unseen", "hostile")
-    )
-    examples = {split: [row.get(split) for row in record.clients] for split in ("train", "val", "test")}
-    return client_frame(
-        record.rounds, len(record.clients), unseen, hostile, last=last, series=series, examples=examples,
-        client_names=[row.get("name", "") for row in record.clients],
-    )  # fmt: skip
 
 
 def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:

@@ -19,10 +19,12 @@ import dataclasses
 import gzip
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, parse_json, read_json
 from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
+from .measurements import Measurements, mean_over_clients
 
 FORMAT = 1
 
@@ -167,11 +170,12 @@ class RoundRecord:
     def validation(self) -> float | None:
         """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
 
-        The mean is over the clients that can train and are not hostile.
+        The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
+        them is not finite.
         """
         for sign, mean in ((1.0, self.mean("val")), (-1.0, self.mean("val", is_loss=True))):
             if mean is not None:
-                return sign * mean
+                return -math.inf if math.isnan(mean) else sign * mean
         return None
 
     def mean(self, split: str, *, is_loss: bool = False, metric: str | None = None) -> float | None:
@@ -183,14 +187,14 @@ class RoundRecord:
             metric: one of ``metrics`` instead of both.
 
         Returns:
-            It; None if the models were not evaluated, or no such client has a number.
+            It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
+            finite.
         """
         measured, apart = self.risk if is_loss else self.accuracy, set(self.apart or ())
         if metric is not None:
             measured = (self.metrics or {}).get(metric)
         values = next(iter((measured or {}).values()), {}).get(split, [])
-        known = [v for client, v in enumerate(values) if v is not None and client not in apart]
-        return sum(known) / len(known) if known else None
+        return mean_over_clients([v for client, v in enumerate(values) if client not in apart])
 
     def untimed(self) -> dict[str, Any]:
         """All fields but the clocks: what must be equal between two runs of one configuration."""
@@ -248,6 +252,11 @@ class RunRecord:
         known = {record.round for record in rounds if not record.restored}
         missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
         return cls(folder, config, clients, rounds, believed(folder, status), missing)
+
+    @cached_property
+    def measurements(self) -> Measurements:
+        """All that was measured, as one table."""
+        return Measurements.of(self.rounds, self.clients)
 
     def representations(self) -> dict[str, Tensor] | None:
         """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them.

@@ -12,6 +12,7 @@ from ..adapters.state_dict import full_state_dict
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.tree import Params
 from .export import export
+from .measurements import Measurements, mean_over_clients
 from .records import RoundRecord
 from .run import Run
 
@@ -96,8 +97,8 @@ class Result:
                 split has no examples.
         """
         found = self.accuracy(split, series, at)
-        known = [a for i, a in enumerate(found) if a is not None and i not in self.run.apart]
-        if not known:
+        mean = mean_over_clients(a for i, a in enumerate(found) if i not in self.run.apart)
+        if mean is None:
             cause = f"no client has examples in the split {split!r}"
             if self.run.federation.clients[0].train.regression:
                 cause = "this is a regression"
@@ -105,7 +106,12 @@ class Result:
                 f"there is no mean accuracy, because {cause}. The losses are in the column 'loss' of "
                 "result.to_frame(last=True)."
             )
-        return sum(known) / len(known)
+        return mean
+
+    @property
+    def measurements(self) -> Measurements:
+        """All that was measured, as one table of round, client, series, split, name and value."""
+        return Measurements.of(self.rounds, self.run.clients())
 
     def to_frame(self, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
         """Results of every client as a table, one row for each evaluated round, client and split.
@@ -122,13 +128,7 @@ class Result:
         """
         from .frames import client_frame  # pandas is slow to import, as below
 
-        run, data = self.run, self.run.federation.clients
-        examples = {split: [len(getattr(c, split)) for c in data] for split in ("val", "test")}
-        unseen, hostile = run.draws.unseen, run.hostile
-        return client_frame(
-            self.rounds, len(data), unseen, hostile, last=last, series=series, examples=examples,
-            client_names=[info.name for info in self.run.federation.infos],
-        )  # fmt: skip
+        return client_frame(self.measurements, last=last, series=series)
 
     def rounds_frame(self) -> pd.DataFrame:
         """What each round cost: bytes, operations, seconds; see :func:`.frames.rounds_frame`."""

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from ..core.errors import CheckpointError, FedlowrankError
+from ..core.files import as_checkpoint_error
 from ..trust.budget import LEDGER
 from .callbacks import CallbackList, RoundCallback
 from .evaluation import evaluated
 from .loggers import make_loggers
 from .progress import bar, run_label
 from .records import RoundRecord
+from .representations import representations
 from .run import Run
-from .run_folder import RunFolder, representations
+from .run_folder import RunFolder
 
 
 def rounds(
@@ -120,9 +122,9 @@ class _Loop:
             folder.append(record)
             self._save_best()
             if record.round in settings.adapters:
-                folder.write_models(run)
-            if folder.is_due(record.round, settings):
-                folder.save(run)
+                _write_models(run, folder)
+            if folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
+                _save(run, folder)
         self._show(record)
         self._after_round(record)
         if not run.evaluates_late:
@@ -140,8 +142,8 @@ class _Loop:
                 # the last round is always evaluated
                 self._replace_last(run.evaluate_last(self._records[-1]))
                 self._save_best()
-            if folder is not None:
-                folder.save_once(run)
+            if folder is not None and not folder.is_saved(run.round):
+                _save(run, folder)
         self._loggers(self._records[place])
 
     def settle(self) -> None:
@@ -158,7 +160,26 @@ class _Loop:
 
     def _save_best(self) -> None:
         if self._folder is not None and self._run.settings.keep_best and _is_best(self._records):
-            self._folder.save_best(self._run)
+            self._folder.save_best(self._run.state)
+
+
+def _save(run: Run, folder: RunFolder) -> None:
+    """Write a checkpoint of the run as it stands."""
+    folder.save(run.state, run.unsaved, run.settings.keep_checkpoints)
+    run.unsaved.clear()
+
+
+def _write_models(run: Run, folder: RunFolder) -> None:
+    """Write the models as they stand to ``adapters/round-NNNN``, in the form that others read.
+
+    Raises:
+        CheckpointError: if these are no language models, or the folder cannot be written.
+    """
+    companion = run.federation.companion
+    if companion is None:
+        raise CheckpointError("run.adapters: only language models have adapter folders; leave it empty")
+    with as_checkpoint_error(f"cannot write {folder.path / 'adapters'}"):
+        companion.write(run, folder.path / "adapters" / f"round-{run.round:04d}")
 
 
 def _ignore(record: RoundRecord) -> None:
@@ -181,7 +202,8 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             # unless it came between a round and its record, nothing of the finished rounds need be lost
             if records and records[-1].round == run.round:
                 folder.rewrite(records)
-                folder.save_once(run)
+                if not folder.is_saved(run.round):
+                    _save(run, folder)
             folder.status("stopped", run.round, "interrupted")
         raise
     except Exception as error:
@@ -190,8 +212,9 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
                 is_whole = records and records[-1].round == run.round
-                if is_whole and not isinstance(error, CheckpointError):
-                    folder.save_once(run)
+                is_whole = is_whole and not isinstance(error, CheckpointError)
+                if is_whole and not folder.is_saved(run.round):
+                    _save(run, folder)
                 folder.status("stopped", run.round, why)
         raise
     if folder is not None:

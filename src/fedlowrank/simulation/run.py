@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..core import tree
@@ -37,38 +36,13 @@ from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
 from .single_examples import check_single_examples
-from .unequal_sampling import WithLosses, check_weights, next_losses
+from .state import State
+from .unequal_sampling import check_weights, next_losses
 
 MANY = 1000
 """Clients up to which all are evaluated; of more, half of this number."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class State:
-    """Where a run stands between two rounds.
-
-    Attributes:
-        round: rounds completed.
-        server: state of the server.
-        clients: states of clients that have taken part.
-        losses: last known training loss of each client, where clients are drawn by it.
-    """
-
-    round: int
-    server: Any
-    clients: ClientStore
-    losses: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def stored_server(self) -> Any:
-        """What a checkpoint holds of the server."""
-        return (
-            WithLosses(self.server, {str(i): x for i, x in self.losses.items()})
-            if self.losses
-            else self.server
-        )
 
 
 class Run:
@@ -181,10 +155,7 @@ class Run:
 
         moved = LazyMapping(state.clients, lambda i: move(state.clients[i]))
         clients = self.new_store() | (state.clients if self.settings.device == "cpu" else moved)
-        server, losses = state.server, dict(state.losses)
-        if isinstance(server, WithLosses):
-            server, losses = server.server, {int(i): x for i, x in server.losses.items()}
-        self.state = State(state.round, move(server), clients, losses)
+        self.state = State(state.round, move(state.server), clients, dict(state.losses))
 
     def new_store(self) -> ClientStore:
         """An empty one, as the settings want it."""

@@ -9,7 +9,7 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,11 +20,10 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, encode_json_rows, write_atomically
 from ..core.method import Method
 from ..core.version import __version__
-from ..models.coupling import mixes_examples
-from ..models.fingerprint import compare_layers
 from ..trust.budget import LEDGER
 from . import checkpoint
-from .client_store import LazyMapping
+from .client_store import ClientStore, LazyMapping
+from .config_changes import changes_of
 from .digest import read_sealed, write_sealed
 from .lock import exclusive
 from .records import (
@@ -43,20 +42,9 @@ from .records import (
     salvage_lines,
     write_config,
 )
-from .run import Run
-from .settings import RunSettings
-from .stored_settings import add_defaults
+from .state import State
 
 logger = logging.getLogger(__name__)
-
-FREE_TO_CHANGE = (
-    "versions", "title", "paper", "reference", "experiment", "notes", "remarks", "plan",
-    "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters",
-    "run.keep_best", "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks",
-    "run.log",
-)  # fmt: skip
-"""Parts of the configuration that do not change results, or restate other parts."""
-
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
     "run.json", "clients.json", METRICS, "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
@@ -69,7 +57,7 @@ SECONDS = 10.0
 
 
 class RunFolder:
-    """Writes one run. From :meth:`create` or :meth:`restore` to the end of its context, no other process can.
+    """Writes one run. From :meth:`create` or :meth:`lock` to the end of its context, no other process can.
 
     Args:
         path: of the folder.
@@ -179,42 +167,56 @@ class RunFolder:
         """Write the configuration again, where only what is free to change has changed."""
         write_config(self.path, self.config)
 
-    def is_due(self, round: int, settings: RunSettings) -> bool:
-        """Whether a checkpoint follows a round: the first, the last, and those by the settings."""
-        if round == settings.rounds:
+    def is_due(self, round: int, last: int, every: int | None) -> bool:
+        """Whether a checkpoint follows a round: the first, the last, and each ``every``-th or in :data:`SECONDS`."""
+        if round == last:
             return True
-        if settings.checkpoint_every is not None:
-            return round % settings.checkpoint_every == 0
+        if every is not None:
+            return round % every == 0
         return self._saved is None or time.monotonic() - self._saved >= SECONDS
 
-    def save(self, run: Run) -> None:
-        """Write a checkpoint of the run as it stands."""
+    def save(self, state: State, changed: Iterable[int], keep: int) -> None:
+        """Write a checkpoint.
+
+        Args:
+            state: of the run as it stands.
+            changed: identifiers of the clients whose state changed since the last checkpoint.
+            keep: how many checkpoints are kept, this one included.
+        """
         with (
             as_checkpoint_error(f"cannot write {self.path / METRICS}"),
             (self.path / METRICS).open("rb+") as file,
         ):
             os.fsync(file.fileno())
-        changed = LazyMapping(sorted(run.unsaved), run.state.clients.__getitem__)
-        keep = run.settings.keep_checkpoints
-        checkpoint.save(self.path / "checkpoint", run.round, run.state.stored_server, changed, keep)
-        run.unsaved.clear()
-        self._saved, self._saved_round = time.monotonic(), run.round
+        states = LazyMapping(sorted(changed), state.clients.__getitem__)
+        checkpoint.save(self.path / "checkpoint", state.round, state.stored_server, states, keep)
+        self._saved, self._saved_round = time.monotonic(), state.round
 
-    def save_once(self, run: Run) -> None:
-        """Write a checkpoint of the run as it stands, unless the last one written is of this round."""
-        if self._saved_round != run.round:
-            self.save(run)
+    def is_saved(self, round: int) -> bool:
+        """Whether the last checkpoint written is of this round."""
+        return self._saved_round == round
 
-    def save_best(self, run: Run) -> None:
-        """Write the whole state as it stands to ``best``, beside the checkpoints."""
-        checkpoint.save(self.path / "best", run.round, run.state.stored_server, run.state.clients)
+    def save_best(self, state: State) -> None:
+        """Write a whole state to ``best``, beside the checkpoints."""
+        checkpoint.save(self.path / "best", state.round, state.stored_server, state.clients)
 
-    def read(self, run: Run, which: str = "checkpoint") -> dict[str, Any]:
-        """Put a run where its last checkpoint was, and leave the folder as it is.
+    def load(self, store: ClientStore, which: str = "checkpoint") -> State:
+        """Read a checkpoint.
 
         Args:
-            run: made of the same configuration and data.
+            store: an empty one.
             which: ``checkpoint`` for the last one, ``best`` for that of the best round by validation.
+
+        Raises:
+            CheckpointError: if there is none, or it is damaged.
+        """
+        return checkpoint.load(self.path / which, store)
+
+    def check_config(self, method: Method[Any, Any, Any, Any]) -> dict[str, Any]:
+        """Check that the run can go on with this configuration.
+
+        Args:
+            method: of the run.
 
         Returns:
             The stored configuration.
@@ -223,55 +225,26 @@ class RunFolder:
             CheckpointError: if the configuration or the data changed; the message names the field.
         """
         stored = read_config(self.path)
-        changes = changes_of(stored, self.config, run.method)
+        changes = changes_of(stored, self.config, method)
         if changes:
             raise CheckpointError(
                 f"{self.path} cannot be resumed with another configuration: "
                 + "; ".join(changes)
                 + ". Set these back, or start a new run in another folder."
             )
-        run.restore(checkpoint.load(self.path / which, run.new_store()))
         return stored
 
-    def restore(self, run: Run) -> list[RoundRecord]:
-        """Put a run where its last checkpoint was, to go on from there.
-
-        The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their
-        content is known, and a warning says what is lost.
-
-        Returns:
-            The records of the rounds until then that could be read.
-
-        Raises:
-            CheckpointError: as :meth:`read`.
-            FolderInUseError: if another process writes it.
-        """
+    def lock(self) -> None:
+        """Keep other processes from writing the folder; raises FolderInUseError if one does."""
         if (self.path / CONFIG).exists():
             self._lock.enter_context(exclusive(self.path))
-        stored = self.read(run)
-        is_damaged = self._repair_tables(run)
-        records, missing = self._read_records(run)
-        if flops := next((r.flops for r in records if r.flops), 0):
-            run.plan_evaluations(flops)
-        if run.round in missing:
-            last = RoundRecord(round=run.round, restored=True)
-            # over a network the clients evaluate, at the end of the next round
-            records.append(last if run.evaluates_late else run.evaluate_last(last))
-        if self.config != stored or is_damaged:
-            self.reconfigure()
-        checkpoint.tidy(self.path / "checkpoint")
-        if self._ended_early(run, stored):
-            run.stopped = str(self.read_status().get("message", ""))
-        elif run.round < run.settings.rounds:
-            # rounds after the checkpoint will be done again
-            self.rewrite(records)
-            self.status("running", run.round)
-        if missing:
-            self.rewrite(records)
-        return records
 
-    def _repair_tables(self, run: Run) -> bool:
-        """Write ``clients.json`` and ``status.json`` again if they are damaged; whether they were."""
+    def repair_tables(self, round: int) -> bool:
+        """Write ``clients.json`` and ``status.json`` again if they are damaged; whether they were.
+
+        Args:
+            round: rounds completed.
+        """
         is_damaged = False
         try:
             read_clients(self.path)
@@ -283,12 +256,16 @@ class RunFolder:
             self.read_status()
         except CheckpointError as error:
             logger.warning("%s It is written again.", error)
-            self.status("stopped", run.round, "its former status was lost")
+            self.status("stopped", round, "its former status was lost")
             is_damaged = True
         return is_damaged
 
-    def _read_records(self, run: Run) -> tuple[list[RoundRecord], list[int]]:
-        """The records until the checkpoint, and the rounds whose records are lost."""
+    def read_records(self, round: int) -> tuple[list[RoundRecord], list[int]]:
+        """The records until a checkpoint, as far as they can be read, and the rounds whose records are lost.
+
+        Args:
+            round: rounds completed at the checkpoint.
+        """
         damage = ""
         try:
             lines = read_lines(self.path)
@@ -300,8 +277,8 @@ class RunFolder:
             for line in lines:
                 with contextlib.suppress(ValueError, TypeError, RecursionError):
                     found.append(RoundRecord.from_json(line, len(self.clients)))
-        by_round = {record.round: record for record in found if record.round <= run.round}
-        missing = [t for t in range(run.round + 1) if t not in by_round]
+        by_round = {record.round: record for record in found if record.round <= round}
+        missing = [t for t in range(round + 1) if t not in by_round]
         if missing:
             logger.warning(
                 "%s is missing or damaged%s: %s, with their results and costs. The run goes on from its checkpoint "
@@ -309,114 +286,26 @@ class RunFolder:
                 self.path / METRICS,
                 damage,
                 describe_missing(missing),
-                run.round,
+                round,
             )
         return [by_round[t] for t in sorted(by_round)], missing
 
-    def _ended_early(self, run: Run, stored: Mapping[str, Any]) -> bool:
-        """Whether the run finished where it stands, and no setting asks for more than it did then."""
+    def has_ended(self, round: int, stored: Mapping[str, Any]) -> bool:
+        """Whether the run finished at this round, and no setting asks for more than it did then.
+
+        Args:
+            round: rounds completed.
+            stored: the configuration as it was.
+        """
         status, before, now = self.read_status(), stored["run"], self.config["run"]
         same = all(before.get(name) == now[name] for name in ("rounds", "patience"))
         same &= before.get("callbacks", []) == now["callbacks"]
-        return same and status.get("state") == "finished" and status.get("rounds") == run.round
-
-    def write_models(self, run: Run) -> None:
-        """Write the models as they stand to ``adapters/round-NNNN``, in the form that others read.
-
-        Raises:
-            CheckpointError: if these are no language models, or the folder cannot be written.
-        """
-        companion = run.federation.companion
-        if companion is None:
-            raise CheckpointError("run.adapters: only language models have adapter folders; leave it empty")
-        with as_checkpoint_error(f"cannot write {self.path / 'adapters'}"):
-            companion.write(run, self.path / "adapters" / f"round-{run.round:04d}")
+        return same and status.get("state") == "finished" and status.get("rounds") == round
 
     def save_representations(self, found: dict[str, Tensor]) -> None:
         """Keep test representations for pictures."""
         if found:
             write_atomically(self.path / REPRESENTATIONS, encode_representations(found))
-
-
-def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
-    """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
-
-    A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
-    unless the method plans them by their number.
-
-    Args:
-        stored: the configuration of the run. Settings that it lacks count as their defaults
-            (:func:`fedlowrank.simulation.stored_settings.add_defaults`).
-        now: how it is to go on, or some sections of it.
-        method: that it runs.
-    """
-    stored = add_defaults(stored, method) if isinstance(stored, dict) else stored
-    before, after = (_rounds(c) for c in (stored, now))
-    if not isinstance(before, int) or not isinstance(after, int) or before == after:
-        return differences(stored, now)
-    more = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
-    if after < before:
-        return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *more]
-    if not method.uses_rounds:
-        return more
-    why = f"{method.title} plans its rounds by how many there are"
-    others = f"{before} of {after} are others than {before} of {before}"
-    return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
-
-
-def _rounds(config: Any) -> Any:
-    run = config.get("run") if isinstance(config, dict) else None
-    return run.get("rounds") if isinstance(run, dict) else None
-
-
-def differences(stored: Any, now: Any, path: str = "") -> list[str]:
-    """Dotted fields in which two configurations differ, each with both values."""
-    if isinstance(stored, dict) and isinstance(now, dict):
-        if path == "models":
-            return _model_differences(stored, now)
-        found: list[str] = []
-        for key in sorted({*stored, *now}, key=str):
-            here = f"{path}.{key}" if path else str(key)
-            if here in FREE_TO_CHANGE:
-                continue
-            if key not in stored or key not in now:
-                found.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
-            else:
-                found += differences(stored[key], now[key], here)
-        return found
-    if stored == now:
-        return []
-    if path.startswith("code."):
-        return [f"the code of {path.removeprefix('code.')} was changed"]
-    if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
-        changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
-        return [
-            f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"
-        ]
-    return [f"{path} was {stored!r} and is {now!r}"]
-
-
-def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In which layers the models of two configurations differ, by name of the architecture."""
-    found = []
-    for name in sorted({*stored, *now}):
-        if name not in stored or name not in now:
-            found.append(f"model {name} is only in the {'stored' if name in stored else 'new'} configuration")
-            continue
-        before, after = stored[name], now[name]
-        layers = compare_layers(before.get("layers") or {}, after["layers"])
-        found += [f"model {name}: {text}" for text in layers]
-        if not layers and before.get("frozen") != after.get("frozen"):
-            found.append(
-                f"model {name}: its frozen parameters or buffers have other values. No checkpoint holds them; load "
-                "the weights that the run was made with"
-            )
-        elif not layers:
-            old, new = (
-                {k: v for k, v in m.items() if k not in ("layers", "frozen")} for m in (before, after)
-            )
-            found += differences(old, new, f"models.{name}")
-    return found
 
 
 def versions() -> dict[str, str]:
@@ -427,33 +316,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
     }
-
-
-def representations(run: Run, limit: int) -> dict[str, Tensor]:
-    """Representations of about ``limit`` test examples, evenly from all clients, by each client's own model.
-
-    Returns:
-        ``x [n, d]``, ``label [n]`` (real targets ``[n, d]``) and ``client [n]``; empty if the models have no head to
-        split from, or the labels are those of pixels or tokens.
-    """
-    federation = run.federation
-    first = federation.clients[0].train
-    has_heads = all(a.head_name is not None for a in federation.architectures.values())
-    if limit < 1 or not has_heads or first.is_dense or first.y.ndim > 2:
-        return {}
-    share = max(1, limit // len(federation.clients))
-    x, label, client = [], [], []
-    for info, data in zip(federation.infos, federation.clients, strict=True):
-        if not len(data.test):
-            continue
-        params = run.personal(info)
-        model = federation.architectures[info.architecture]
-        some = data.test.take(torch.arange(min(share, len(data.test))))
-        seen = data.test if mixes_examples(model) else some
-        with torch.inference_mode():
-            x.append(model.represent(params, seen.x)[: len(some)].cpu().flatten(1).clone())
-        label.append(some.y.cpu())
-        client.append(torch.full((len(some),), info.id))
-    if len({t.shape[1] for t in x}) != 1:
-        return {}
-    return {"x": torch.cat(x).contiguous(), "label": torch.cat(label), "client": torch.cat(client)}

@@ -27,6 +27,7 @@ from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, s
 from .client_metrics import split_metrics
 from .loggers import check_loggers
 from .plan import Plan
+from .restore import restore
 from .result import Result
 from .round_loop import rounds
 from .run import Run
@@ -134,7 +135,7 @@ def simulate(
             return Result(run, rounds(run, None, [], progress, callbacks))
         with RunFolder(Path(folder), described(run, config or {}), run.clients()) as target:
             if resume:
-                records = target.restore(run)
+                records = restore(run, target)
                 if target.is_finished():
                     return Result(run, records)
             else:
@@ -192,7 +193,9 @@ def reopen(
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
-    RunFolder(folder, described(run, config), run.clients()).read(run, which)
+    stored = RunFolder(folder, described(run, config), run.clients())
+    stored.check_config(run.method)
+    run.restore(stored.load(run.new_store(), which))
     return run
 
 

@@ -42,19 +42,6 @@ _MANY = 10**6
 """Examples of a client in a trial: more than a batch, so that numbers of steps differ where they follow from these."""
 
 
-@tree.tree
-class WithLosses:
-    """The state of a server as it is stored, with the losses by which clients are drawn.
-
-    Attributes:
-        server: the state of the method.
-        losses: of the clients that have replied, by identifier.
-    """
-
-    server: Any
-    losses: dict[str, float]
-
-
 def always_drawn(sizes: Sequence[int], count: int) -> set[int]:
     """Places that are in every sample of so many, because of their size."""
     certain: set[int] = set()

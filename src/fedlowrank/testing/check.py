@@ -27,9 +27,10 @@ from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.client_store import ClientStore
-from ..simulation.run import Run, State
+from ..simulation.run import Run
 from ..simulation.scoring import ScoringPool, measure
 from ..simulation.settings import RunSettings
+from ..simulation.state import State
 
 AnyMethod = Method[Any, Any, Any, Any]
 

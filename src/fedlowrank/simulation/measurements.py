@@ -1,0 +1,323 @@
+"""What a run measured, as one table; means over clients are computed here and nowhere else.
+
+A row is (round, client or -1, series, split, name, value). Numbers of a client are its accuracy, its loss, each further
+metric, the parameters of its model, and its share of each cluster (``route``, by cluster as series). Numbers of a round
+are bytes, parameters sent, steps, operations, seconds, training losses by pass, ranks by weight, and what a method
+observes. Rows are only ever appended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from .records import RoundRecord
+
+Floats = NDArray[np.float64]
+Who = Literal["trained", "honest", "unseen", "all"]
+
+COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
+"""Names of what a round costs."""
+
+TRAINING_LOSS = "training_loss"
+"""Name of the mean loss of a pass over the steps of a round."""
+
+COLUMNS = ("round", "client", "series", "split", "name", "value")
+
+
+def as_row(values: Iterable[float | None]) -> Floats:
+    """Values of clients as numbers ``[clients]``: NaN for None, infinity for NaN."""
+    numbers = [math.inf if v is not None and math.isnan(v) else v for v in values]
+    return np.array(numbers, dtype=np.float64)
+
+
+def summarize(values: Floats, examples: Floats | None = None, *, is_loss: bool = False) -> dict[str, Floats]:
+    """Statistics over clients of every evaluation; the one place that knows what a mean over clients is.
+
+    Args:
+        values: ``[evaluations, clients]``; NaN for a client without a value, infinite if it is not finite.
+        examples: of each client, as weights; None if they are not known.
+        is_loss: whether the worst value is the largest.
+
+    Returns:
+        Of each evaluation ``mean`` and ``std`` over the clients with a finite value (divided by their number, for
+        they are no sample), ``weighted`` mean by examples, ``worst`` (mean of the worst ceil(10 %) of clients),
+        ``without`` (clients without a value) and ``non_finite`` (clients whose value is not finite, and in no
+        other number). NaN where no client has a finite value.
+    """
+    # by columns, so that numpy adds up one client after another and a mean does not depend on memory layout
+    values = np.asfortranarray(values)
+    finite = np.isfinite(values)
+    count = finite.sum(axis=1)
+    known = np.where(finite, values, 0.0)
+    weights = np.full(values.shape[1], math.nan) if examples is None else examples
+    # the worst first; what is not finite comes last
+    cost = -np.sort(np.where(finite, -values if is_loss else values, np.inf), axis=1)
+    tenth = np.ceil(count / 10).astype(int)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = known.sum(axis=1) / count
+        deviations = np.where(finite, values - mean[:, None], 0.0)
+        if values.shape[1]:
+            sums = np.take_along_axis(np.cumsum(cost, axis=1), np.maximum(tenth, 1)[:, None] - 1, axis=1)
+            worst = sums[:, 0] / tenth
+        else:
+            worst = np.full(len(values), math.nan)
+        return {
+            "mean": mean,
+            "std": np.sqrt((deviations**2).sum(axis=1) / count),
+            "weighted": (known * weights).sum(axis=1) / (finite * weights).sum(axis=1),
+            "worst": worst if is_loss else -worst,
+            "without": np.isnan(values).sum(axis=1),
+            "non_finite": np.isinf(values).sum(axis=1),
+        }
+
+
+def mean_over_clients(values: Iterable[float | None]) -> float | None:
+    """Mean over the clients with a value by which rounds and settings are chosen; None if no client has one.
+
+    It is NaN if the value of a client is not finite: a round is not better for a client whose model diverged.
+    """
+    found = {name: statistic[0] for name, statistic in summarize(as_row(values)[None]).items()}
+    if found["non_finite"]:
+        return math.nan
+    return None if math.isnan(found["mean"]) else float(found["mean"])
+
+
+def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
+    """Adjusted Rand index of the clients' largest shares against their true clusters, None if unknown.
+
+    ``routes`` are shares ``[clients, clusters]``; of several largest ones the first counts. The index is 1
+    for the same clusters, about 0 for random ones, and NaN if no client has a known cluster and finite
+    shares.
+    """
+    from sklearn.metrics import adjusted_rand_score  # slow to import
+
+    usable = [i for i, cluster in enumerate(truth) if cluster is not None and np.isfinite(routes[i]).all()]
+    if not usable:
+        return math.nan
+    return float(adjusted_rand_score([truth[i] for i in usable], routes[usable].argmax(axis=1)))
+
+
+class Measurements:
+    """The table of a run.
+
+    Args:
+        clients: rows of ``clients.json``: who never trains, who is hostile, true clusters, numbers of examples.
+    """
+
+    def __init__(self, clients: Sequence[Mapping[str, Any]]) -> None:
+        self._clients = clients
+        self._of_clients: dict[tuple[str, str, str], dict[int, Floats]] = {}
+        self._of_rounds: dict[tuple[str, str], dict[int, float]] = {}
+        self._evaluated: dict[int, list[int] | None] = {}
+
+    @classmethod
+    def of(cls, records: Iterable[RoundRecord], clients: Sequence[Mapping[str, Any]]) -> Measurements:
+        """The table of a run of which the records of rounds are known."""
+        table = cls(clients)
+        for record in records:
+            table.append_record(record)
+        return table
+
+    def append(self, round: int, name: str, value: float, *, series: str = "") -> None:
+        """Append a number of a round."""
+        self._of_rounds.setdefault((name, series), {})[round] = value
+
+    def append_clients(
+        self, round: int, name: str, values: Sequence[float | None], *, series: str, split: str = ""
+    ) -> None:
+        """Append a number of each client, None for a client without one."""
+        self._of_clients.setdefault((name, series, split), {})[round] = as_row(values)
+
+    def append_record(self, record: RoundRecord) -> None:
+        """Append all numbers of the record of a round."""
+        t = record.round
+        if record.accuracy is not None:
+            self._evaluated[t] = record.evaluated
+        tables = {"accuracy": record.accuracy, "loss": record.risk, **(record.metrics or {})}
+        for name, table in tables.items():
+            for series, splits in (table or {}).items():
+                for split, values in splits.items():
+                    self.append_clients(t, name, values, series=series, split=split)
+        for series, sizes in (record.parameters or {}).items():
+            self.append_clients(t, "parameters", sizes, series=series)
+        rows = record.routes or []
+        if rows and len({len(row) for row in rows}) == 1:
+            for cluster in range(len(rows[0])):
+                self.append_clients(t, "route", [row[cluster] for row in rows], series=str(cluster))
+        for name in COSTS:
+            self.append(t, name, getattr(record, name))
+        if record.simulated_seconds is not None:
+            self.append(t, "simulated_seconds", record.simulated_seconds)
+        kinds: dict[str, Mapping[str, Any]] = {
+            "seconds": record.seconds,
+            TRAINING_LOSS: record.loss,
+            "ranks": record.ranks,
+            **(record.observed or {}),
+        }
+        for name, numbers in kinds.items():
+            for series, value in numbers.items():
+                self.append(t, name, value, series=series)
+
+    @property
+    def clients(self) -> int:
+        """How many there are."""
+        return len(self._clients)
+
+    @property
+    def all_series(self) -> list[str]:
+        """Names of the series of evaluations, the headline first."""
+        return list(dict.fromkeys(s for name, s, _ in self._of_clients if name == "accuracy"))
+
+    def splits(self, round: int, series: str) -> list[str]:
+        """The splits on whose examples a series was evaluated in a round."""
+        return [
+            w
+            for (n, s, w), rows in self._of_clients.items()
+            if (n, s) == ("accuracy", series) and round in rows
+        ]
+
+    def series(self, name: str, split: str = "test") -> list[str]:
+        """The series of a number of clients, the headline first."""
+        return [s for n, s, where in self._of_clients if (n, where) == (name, split)]
+
+    @property
+    def evaluated_rounds(self) -> list[int]:
+        """Rounds whose models were evaluated."""
+        return list(self._evaluated)
+
+    def evaluated(self, round: int) -> list[int]:
+        """The clients that were evaluated in a round."""
+        known = self._evaluated.get(round)
+        return list(range(len(self._clients))) if known is None else known
+
+    def row(self, round: int, name: str, series: str, split: str = "") -> Floats | None:
+        """A number of each client in a round; None without it."""
+        return self._of_clients.get((name, series, split), {}).get(round)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the further metrics."""
+        known = ("accuracy", "loss", "parameters", "route")
+        return list(dict.fromkeys(name for name, _, _ in self._of_clients if name not in known))
+
+    def of_clients(self, name: str, series: str, split: str = "") -> pd.DataFrame:
+        """A number of all clients: a row a round, a column a client; NaN without a value, infinite if not finite."""
+        import pandas as pd  # slow to import, as below
+
+        rows = self._of_clients.get((name, series, split), {})
+        table = np.array(list(rows.values()), dtype=np.float64).reshape(len(rows), -1)
+        return pd.DataFrame(table, index=list(rows))
+
+    def of_rounds(self, name: str) -> pd.DataFrame:
+        """A number of rounds: a row for each round that has it, a column for each series; NaN where a round lacks it."""
+        import pandas as pd
+
+        rows: dict[int, dict[str, float]] = {}
+        for (known, series), values in self._of_rounds.items():
+            if known == name:
+                for t, value in values.items():
+                    rows.setdefault(t, {})[series] = value
+        return pd.DataFrame([rows[t] for t in sorted(rows)], index=sorted(rows), dtype=np.float64)
+
+    def last(self, name: str, series: str = "") -> float | None:
+        """The last number of a round; None if there is none."""
+        values = self._of_rounds.get((name, series), {})
+        return values[max(values)] if values else None
+
+    def flagged(self, flag: Literal["unseen", "hostile"]) -> frozenset[int]:
+        """Identifiers of the clients that never train, or that are hostile."""
+        return frozenset(i for i, is_one in self.column(flag).items() if is_one is True)
+
+    def column(self, name: str) -> dict[int, Any]:
+        """A column of ``clients.json`` by the client's identifier; None where a row lacks it."""
+        return {row.get("id", i): row.get(name) for i, row in enumerate(self._clients)}
+
+    def who(self, group: Who, count: int) -> list[int]:
+        """Of so many clients those of a group: that train, are honest besides, or never train."""
+        unseen, hostile = self.flagged("unseen"), self.flagged("hostile")
+        if group == "all":
+            return list(range(count))
+        if group == "unseen":
+            return [i for i in range(count) if i in unseen]
+        return [i for i in range(count) if i not in unseen and not (group == "honest" and i in hostile)]
+
+    def examples(self, split: str, count: int) -> Floats:
+        """Examples of each of so many clients in a split; NaN for all if one is not known."""
+        known = self.column(split)
+        if any(known.get(i) is None for i in range(count)):
+            return np.full(count, math.nan)
+        return np.array([known[i] for i in range(count)], dtype=np.float64)
+
+    def over_clients(self, name: str, series: str, split: str = "test", who: Who = "trained") -> pd.DataFrame:
+        """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value."""
+        import pandas as pd
+
+        rows = self._of_clients.get((name, series, split), {})
+        count = len(next(iter(rows.values()), ()))
+        places = self.who(who, count)
+        found = {t: row[places] for t, row in rows.items() if np.isfinite(row[places]).any()}
+        values = np.array(list(found.values()), dtype=np.float64).reshape(len(found), len(places))
+        scores = summarize(values, self.examples(split, count)[places], is_loss=name == "loss")
+        return pd.DataFrame(scores, index=list(found))
+
+    def mean(self, name: str, series: str, split: str, who: Who = "trained") -> float | None:
+        """The mean over the clients with a finite value after the last round that has the number; None without one."""
+        rows = self._of_clients.get((name, series, split), {})
+        if not rows:
+            return None
+        row = rows[max(rows)]
+        mean = float(summarize(row[self.who(who, len(row))][None])["mean"][0])
+        return None if math.isnan(mean) else mean
+
+    def routes(self) -> dict[int, Floats]:
+        """Shares ``[clients, clusters]`` by round, of the rounds that have them; none for a single cluster."""
+        clusters = self.series("route", "")
+        if len(clusters) < 2:
+            return {}
+        tables = [self._of_clients["route", cluster, ""] for cluster in clusters]
+        if any(tables[0].keys() != table.keys() for table in tables):
+            # rounds with other numbers of clusters
+            return {}
+        return {t: np.stack([table[t] for table in tables], axis=1) for t in tables[0]}
+
+    def recovery(self) -> dict[int, float]:
+        """Cluster recovery over the clients that can train, by round; empty if fewer than two true clusters are known."""
+        rounds, unseen, known = self.routes(), self.flagged("unseen"), self.column("cluster")
+        width = len(next(iter(rounds.values()), ()))
+        truth = [None if i in unseen else known.get(i) for i in range(width)]
+        if len(set(truth) - {None}) < 2:
+            return {}
+        # choices rarely change from round to round, and one index takes longer than all the rest
+        scores: dict[bytes, float] = {}
+        found = {}
+        for t, routes in rounds.items():
+            choice = np.where(np.isfinite(routes).all(axis=1), routes.argmax(axis=1), -1).tobytes()
+            if choice not in scores:
+                scores[choice] = score_recovery(routes, truth)
+            if not math.isnan(scores[choice]):
+                found[t] = scores[choice]
+        return found
+
+    def __iter__(self) -> Iterator[tuple[int, int, str, str, str, float]]:
+        """The rows; a client without a value has none."""
+        for (name, series), numbers in self._of_rounds.items():
+            for t, value in numbers.items():
+                yield t, -1, series, "", name, value
+        for (name, series, split), rows in self._of_clients.items():
+            for t, row in rows.items():
+                for client in np.flatnonzero(~np.isnan(row)):
+                    yield t, int(client), series, split, name, float(row[client])
+
+    def frame(self) -> pd.DataFrame:
+        """All rows, with the columns :data:`COLUMNS`."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self), columns=list(COLUMNS))

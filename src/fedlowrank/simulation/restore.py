@@ -1,0 +1,50 @@
+"""Puts a run where its folder's checkpoint is, to go on from there or to look at it."""
+
+from __future__ import annotations
+
+from . import checkpoint
+from .records import RoundRecord
+from .run import Run
+from .run_folder import RunFolder
+
+
+def restore(run: Run, folder: RunFolder) -> list[RoundRecord]:
+    """Put a run where its last checkpoint was, to go on from there.
+
+    The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their
+    content is known, and a warning says what is lost.
+
+    Args:
+        run: made of the same configuration and data.
+        folder: of the run; it is locked.
+
+    Returns:
+        The records of the rounds until then that could be read.
+
+    Raises:
+        CheckpointError: if the configuration or the data changed, or the checkpoint cannot be read.
+        FolderInUseError: if another process writes the folder.
+    """
+    folder.lock()
+    stored = folder.check_config(run.method)
+    run.restore(folder.load(run.new_store()))
+    is_damaged = folder.repair_tables(run.round)
+    records, missing = folder.read_records(run.round)
+    if flops := next((r.flops for r in records if r.flops), 0):
+        run.plan_evaluations(flops)
+    if run.round in missing:
+        last = RoundRecord(round=run.round, restored=True)
+        # over a network the clients evaluate, at the end of the next round
+        records.append(last if run.evaluates_late else run.evaluate_last(last))
+    if folder.config != stored or is_damaged:
+        folder.reconfigure()
+    checkpoint.tidy(folder.path / "checkpoint")
+    if folder.has_ended(run.round, stored):
+        run.stopped = str(folder.read_status().get("message", ""))
+    elif run.round < run.settings.rounds:
+        # rounds after the checkpoint will be done again
+        folder.rewrite(records)
+        folder.status("running", run.round)
+    if missing:
+        folder.rewrite(records)
+    return records
