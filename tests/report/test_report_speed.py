@@ -6,10 +6,11 @@ import pytest
 from report_runs import both, curve, in_clusters, with_routes
 
 from fedlowrank.cli.main import main
-from fedlowrank.report import frame, metrics, tables
+from fedlowrank.report import tables
 from fedlowrank.report.chart import POINTS, TIPS
 from fedlowrank.report.gallery import draw_all
-from fedlowrank.simulation import records
+from fedlowrank.simulation import measurements, records
+from fedlowrank.simulation.measurements import Measurements
 
 
 def long_run(make_run, method, seed):
@@ -38,17 +39,13 @@ def counted(monkeypatch, module, name, key):
 def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
     runs = [long_run(make_run, method, seed) for method in ("a", "b") for seed in (0, 1)]
     read = counted(monkeypatch, records, "read_lines", lambda folder: folder)
-    by_run = [
-        counted(monkeypatch, metrics, name, lambda record: record.folder)
-        for name in ("evaluations", "model_sizes", "method_values", "recovery_by_round")
-    ]
+    appended = counted(monkeypatch, Measurements, "note_evaluation", id)
     rows = counted(monkeypatch, tables, "comparison_row", lambda group: group.label)
-    indices = counted(monkeypatch, frame, "score_recovery", lambda routes: None)
+    indices = counted(monkeypatch, measurements, "score_recovery", lambda routes: None)
     assert main(["report", *(str(run.folder) for run in runs), "-o", str(tmp_path / "r.html")]) == 0
     folders = [run.folder for run in runs]
     assert read == dict.fromkeys(folders, 1)
-    for calls in by_run:
-        assert calls == dict.fromkeys(folders, 1)
+    assert list(appended.values()) == [1001] * len(runs)
     assert rows == {"a": 1, "b": 1}
     # One client changes its cluster once in 1,000 rounds.
     assert indices.total() == 2 * len(runs)

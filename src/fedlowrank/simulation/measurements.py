@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from .records import RoundRecord
 
 Floats = NDArray[np.float64]
 Who = Literal["trained", "honest", "unseen", "all"]
@@ -105,6 +103,14 @@ def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
     return float(adjusted_rand_score([truth[i] for i in usable], routes[usable].argmax(axis=1)))
 
 
+class Measured(Protocol):
+    """What has numbers for a table, such as the record of a round."""
+
+    def append_to(self, table: Measurements) -> None:
+        """Append all of them."""
+        ...
+
+
 class Measurements:
     """The table of a run.
 
@@ -119,11 +125,11 @@ class Measurements:
         self._evaluated: dict[int, list[int] | None] = {}
 
     @classmethod
-    def of(cls, records: Iterable[RoundRecord], clients: Sequence[Mapping[str, Any]]) -> Measurements:
+    def of(cls, records: Iterable[Measured], clients: Sequence[Mapping[str, Any]]) -> Measurements:
         """The table of a run of which the records of rounds are known."""
         table = cls(clients)
         for record in records:
-            table.append_record(record)
+            record.append_to(table)
         return table
 
     def append(self, round: int, name: str, value: float, *, series: str = "") -> None:
@@ -135,36 +141,6 @@ class Measurements:
     ) -> None:
         """Append a number of each client, None for a client without one."""
         self._of_clients.setdefault((name, series, split), {})[round] = as_row(values)
-
-    def append_record(self, record: RoundRecord) -> None:
-        """Append all numbers of the record of a round."""
-        t = record.round
-        if record.accuracy is not None:
-            self._evaluated[t] = record.evaluated
-        tables = {"accuracy": record.accuracy, "loss": record.risk, **(record.metrics or {})}
-        for name, table in tables.items():
-            for series, splits in (table or {}).items():
-                for split, values in splits.items():
-                    self.append_clients(t, name, values, series=series, split=split)
-        for series, sizes in (record.parameters or {}).items():
-            self.append_clients(t, "parameters", sizes, series=series)
-        rows = record.routes or []
-        if rows and len({len(row) for row in rows}) == 1:
-            for cluster in range(len(rows[0])):
-                self.append_clients(t, "route", [row[cluster] for row in rows], series=str(cluster))
-        for name in COSTS:
-            self.append(t, name, getattr(record, name))
-        if record.simulated_seconds is not None:
-            self.append(t, "simulated_seconds", record.simulated_seconds)
-        kinds: dict[str, Mapping[str, Any]] = {
-            "seconds": record.seconds,
-            TRAINING_LOSS: record.loss,
-            "ranks": record.ranks,
-            **(record.observed or {}),
-        }
-        for name, numbers in kinds.items():
-            for series, value in numbers.items():
-                self.append(t, name, value, series=series)
 
     @property
     def clients(self) -> int:
@@ -187,6 +163,10 @@ class Measurements:
     def series(self, name: str, split: str = "test") -> list[str]:
         """The series of a number of clients, the headline first."""
         return [s for n, s, where in self._of_clients if (n, where) == (name, split)]
+
+    def note_evaluation(self, round: int, clients: list[int] | None) -> None:
+        """Note which clients were evaluated in a round; None for all."""
+        self._evaluated[round] = clients
 
     @property
     def evaluated_rounds(self) -> list[int]:

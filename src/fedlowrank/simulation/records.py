@@ -36,7 +36,7 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, parse_json, read_json
 from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
-from .measurements import Measurements, mean_over_clients
+from .measurements import COSTS, TRAINING_LOSS, Measurements, mean_over_clients
 
 FORMAT = 1
 
@@ -195,6 +195,36 @@ class RoundRecord:
             measured = (self.metrics or {}).get(metric)
         values = next(iter((measured or {}).values()), {}).get(split, [])
         return mean_over_clients([v for client, v in enumerate(values) if client not in apart])
+
+    def append_to(self, table: Measurements) -> None:
+        """Append all numbers to the table of a run."""
+        t = self.round
+        if self.accuracy is not None:
+            table.note_evaluation(t, self.evaluated)
+        tables = {"accuracy": self.accuracy, "loss": self.risk, **(self.metrics or {})}
+        for name, of in tables.items():
+            for series, splits in (of or {}).items():
+                for split, values in splits.items():
+                    table.append_clients(t, name, values, series=series, split=split)
+        for series, sizes in (self.parameters or {}).items():
+            table.append_clients(t, "parameters", sizes, series=series)
+        rows = self.routes or []
+        if rows and len({len(row) for row in rows}) == 1:
+            for cluster in range(len(rows[0])):
+                table.append_clients(t, "route", [row[cluster] for row in rows], series=str(cluster))
+        for name in COSTS:
+            table.append(t, name, getattr(self, name))
+        if self.simulated_seconds is not None:
+            table.append(t, "simulated_seconds", self.simulated_seconds)
+        kinds: dict[str, Mapping[str, Any]] = {
+            "seconds": self.seconds,
+            TRAINING_LOSS: self.loss,
+            "ranks": self.ranks,
+            **(self.observed or {}),
+        }
+        for name, numbers in kinds.items():
+            for series, value in numbers.items():
+                table.append(t, name, value, series=series)
 
     def untimed(self) -> dict[str, Any]:
         """All fields but the clocks: what must be equal between two runs of one configuration."""

@@ -1,0 +1,121 @@
+"""The table of a run holds every number that its records hold, and its statistics over clients are numpy's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedlowrank import SGD, Federation, simulate
+from fedlowrank.methods import METHODS
+from fedlowrank.simulation.measurements import Measurements, mean_over_clients, summarize
+from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.simulation.result import Result
+
+CLIENTS: list[dict[str, Any]] = [
+    {"id": 0, "test": 1, "cluster": 0},
+    {"id": 1, "test": 3, "cluster": 1},
+    {"id": 2, "test": 6, "cluster": 0, "hostile": True},
+    {"id": 3, "test": 2, "cluster": 1, "unseen": True},
+]
+
+
+def table(values: list[float | None], name: str = "accuracy") -> Measurements:
+    found = Measurements(CLIENTS)
+    found.append_clients(1, name, values, series="own", split="test")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("who", "places"), [("trained", [0, 1, 2]), ("honest", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])]
+)
+def test_statistics_are_over_the_clients_that_are_asked_for(who: Any, places: list[int]) -> None:
+    values, n = np.array([0.2, 0.9, 0.4, 0.7]), np.array([1, 3, 6, 2])
+    row = table(list(values)).over_clients("accuracy", "own", who=who).loc[1]
+    x = values[places]
+    assert row["mean"] == pytest.approx(x.mean())
+    assert row["std"] == pytest.approx(x.std())
+    assert row["weighted"] == pytest.approx(np.average(x, weights=n[places]))
+    assert row["worst"] == pytest.approx(x.min())
+
+
+def test_the_worst_of_a_loss_is_the_largest() -> None:
+    row = table([1.0, 4.0, 2.0, None], "loss").over_clients("loss", "own").loc[1]
+    assert (row["worst"], row["without"]) == (4.0, 0)
+
+
+def test_what_is_not_finite_is_in_no_mean_and_counted() -> None:
+    found = table([0.5, math.nan, None, 0.7]).over_clients("accuracy", "own", who="all").loc[1]
+    assert (found["mean"], found["non_finite"], found["without"]) == (pytest.approx(0.6), 1, 1)
+    assert table([math.nan, None, None, None]).over_clients("accuracy", "own").empty
+
+
+def test_a_mean_does_not_depend_on_how_the_values_lie_in_memory() -> None:
+    values = np.random.default_rng(0).random((3, 1000))
+    rows, columns = summarize(np.ascontiguousarray(values)), summarize(np.asfortranarray(values))
+    assert all((rows[name] == columns[name]).all() for name in ("mean", "std", "worst"))
+    # one client after another, as Python adds
+    assert rows["mean"][0] == sum(values[0].tolist()) / 1000
+
+
+def test_a_round_is_not_better_for_a_client_that_diverged() -> None:
+    assert mean_over_clients([0.5, None, 0.7]) == pytest.approx(0.6)
+    assert mean_over_clients([None, None]) is None
+    assert math.isnan(mean_over_clients([1.0, math.inf]) or 0.0)
+    first, second = (
+        RoundRecord(t, risk={"own": {"val": [loss, 1.0]}}) for t, loss in ((0, math.nan), (1, 1.0))
+    )
+    assert (first.validation(), second.validation()) == (-math.inf, -1.0)
+
+
+def test_the_best_round_comes_after_one_whose_loss_is_not_finite(small_run: Result) -> None:
+    rounds = [
+        RoundRecord(t, risk={"own": {"val": [loss]}}) for t, loss in enumerate((math.nan, 3.0, 2.0, 2.5))
+    ]
+    assert Result(small_run.run, rounds).best_round == 2
+
+
+@pytest.fixture(scope="module")
+def small_run() -> Result:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    clients = [
+        (torch.randn(30, 4, generator=generator), torch.randint(0, 3, (30,), generator=generator))
+        for _ in range(4)
+    ]
+    federation = Federation.from_arrays(clients, torch.nn.Linear(4, 3), val=0.2)
+    method = METHODS["ditto"](optimizer=SGD(lr=0.1))
+    return simulate(method, federation, rounds=2, unseen=0.25, metrics=["macro_f1"])
+
+
+def test_every_number_of_the_records_is_a_row(small_run: Result) -> None:
+    frame = small_run.measurements.frame()
+    known = {(r, c, s, w, n): v for r, c, s, w, n, v in frame.itertuples(index=False)}
+    assert len(known) == len(frame)
+    expected: dict[tuple[int, int, str, str, str], float] = {}
+    for record in small_run.rounds:
+        tables = {"accuracy": record.accuracy, "loss": record.risk, **(record.metrics or {})}
+        for name, of in tables.items():
+            for series, splits in (of or {}).items():
+                for split, values in splits.items():
+                    expected |= {
+                        (record.round, i, series, split, name): v
+                        for i, v in enumerate(values)
+                        if v is not None
+                    }
+        for series, sizes in (record.parameters or {}).items():
+            expected |= {(record.round, i, series, "", "parameters"): n for i, n in enumerate(sizes)}
+        for name in ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops"):
+            expected[record.round, -1, "", "", name] = getattr(record, name)
+        for name, numbers in (
+            ("seconds", record.seconds),
+            ("training_loss", record.loss),
+            ("ranks", record.ranks),
+        ):
+            expected |= {(record.round, -1, series, "", name): v for series, v in numbers.items()}
+        for name, numbers in record.observed.items():
+            expected |= {(record.round, -1, series, "", name): v for series, v in numbers.items()}
+    assert known == pytest.approx(expected)
