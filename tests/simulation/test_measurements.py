@@ -119,3 +119,11 @@ def test_every_number_of_the_records_is_a_row(small_run: Result) -> None:
         for name, numbers in record.observed.items():
             expected |= {(record.round, -1, series, "", name): v for series, v in numbers.items()}
     assert known == pytest.approx(expected)
+
+
+def test_numbers_of_examples_are_whole_in_a_table_of_results(small_run: Result) -> None:
+    n = small_run.to_frame(last=True)["n"]
+    assert n.dtype.kind == "i"
+    assert n.tolist() == [
+        len(getattr(c, s)) for s in ("val", "test") for c in small_run.run.federation.clients
+    ]

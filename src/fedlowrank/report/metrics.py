@@ -135,7 +135,7 @@ class RunStatistics:
     def curve(
         self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "trained"
     ) -> pd.DataFrame:  # fmt: skip
-        """Statistics of one series over clients, by round: see :func:`.measurements.summarize`."""
+        """Statistics of one series over clients, by round: see :func:`fedlowrank.simulation.measurements.summarize`."""
         key = measure.name, series or "", split, who
         if key not in self._curves:
             self._curves[key] = self.table.over_clients(*key)

@@ -36,7 +36,9 @@ def as_row(values: Iterable[float | None]) -> Floats:
     return np.array(numbers, dtype=np.float64)
 
 
-def summarize(values: Floats, examples: Floats | None = None, *, is_loss: bool = False) -> dict[str, Floats]:
+def summarize(
+    values: Floats, examples: NDArray[Any] | None = None, *, is_loss: bool = False
+) -> dict[str, Floats]:
     """Statistics over clients of every evaluation; the one place that knows what a mean over clients is.
 
     Args:
@@ -229,12 +231,12 @@ class Measurements:
             return [i for i in range(count) if i in unseen]
         return [i for i in range(count) if i not in unseen and not (group == "honest" and i in hostile)]
 
-    def examples(self, split: str, count: int) -> Floats:
+    def examples(self, split: str, count: int) -> NDArray[Any]:
         """Examples of each of so many clients in a split; NaN for all if one is not known."""
         known = self.column(split)
         if any(known.get(i) is None for i in range(count)):
             return np.full(count, math.nan)
-        return np.array([known[i] for i in range(count)], dtype=np.float64)
+        return np.array([known[i] for i in range(count)])
 
     def over_clients(self, name: str, series: str, split: str = "test", who: Who = "trained") -> pd.DataFrame:
         """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value."""
