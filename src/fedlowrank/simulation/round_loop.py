@@ -142,8 +142,8 @@ class _Loop:
                 # the last round is always evaluated
                 self._replace_last(run.evaluate_last(self._records[-1]))
                 self._save_best()
-            if folder is not None and not folder.is_saved(run.round):
-                _save(run, folder)
+            if folder is not None:
+                _save_once(run, folder)
         self._loggers(self._records[place])
 
     def settle(self) -> None:
@@ -167,6 +167,12 @@ def _save(run: Run, folder: RunFolder) -> None:
     """Write a checkpoint of the run as it stands."""
     folder.save(run.state, run.unsaved, run.settings.keep_checkpoints)
     run.unsaved.clear()
+
+
+def _save_once(run: Run, folder: RunFolder) -> None:
+    """Write a checkpoint of the run as it stands, unless the last one written is of this round."""
+    if not folder.is_saved(run.round):
+        _save(run, folder)
 
 
 def _write_models(run: Run, folder: RunFolder) -> None:
@@ -202,8 +208,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             # unless it came between a round and its record, nothing of the finished rounds need be lost
             if records and records[-1].round == run.round:
                 folder.rewrite(records)
-                if not folder.is_saved(run.round):
-                    _save(run, folder)
+                _save_once(run, folder)
             folder.status("stopped", run.round, "interrupted")
         raise
     except Exception as error:
@@ -212,9 +217,8 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
                 is_whole = records and records[-1].round == run.round
-                is_whole = is_whole and not isinstance(error, CheckpointError)
-                if is_whole and not folder.is_saved(run.round):
-                    _save(run, folder)
+                if is_whole and not isinstance(error, CheckpointError):
+                    _save_once(run, folder)
                 folder.status("stopped", run.round, why)
         raise
     if folder is not None:
