@@ -46,10 +46,11 @@ from ..simulation.preparation import check_parts, placed
 from ..simulation.run_folder import versions
 from ..trust.budget import LEDGER, Budget
 from ..trust.protection import protect
+from ..trust.secure_sums import FixedPoint
 from ..trust.site_ledger import SiteLedger, SiteRun
 from .client_memory import ClientMemory, ForgottenError
 from .messages import Answer, Order, RefusedOrderError, Registration, RegistrationRequest, sections
-from .secure.contributions import check_reads_no_state, contribution_of, grid_of, vector_of
+from .secure.contributions import contribution_of, grid_of, vector_of
 from .secure.distributed_noise import DistributedNoise, describe_collusion
 from .secure.participation import Participation
 from .secure.signing import MemberKeys, MemberSigner
@@ -490,19 +491,19 @@ class ClientRuntime:
             return None
         logger.info(describe_collusion(self.budget, self.clients))
         norm = float(self.made.run.clipping.norm or 0.0)
-        return DistributedNoise(
-            norm, self.budget.noise, self.clients, grid_of(self.made.run.secure, self.clients)
-        )
+        return DistributedNoise(norm, self.budget.noise, self.clients, self._grid)
+
+    @cached_property
+    def _grid(self) -> FixedPoint:
+        return grid_of(self.made.run.secure, self.clients)
 
     def _mask(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
         """The masked contribution of an upload that was made from a download with that digest."""
         task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
-        # what a contribution needs of the server's state is its form, see `check_reads_no_state`
-        server = self.method.server_init(task)
-        check_reads_no_state(self.method, upload, down, info, server)
-        contribution = contribution_of(self.method, upload, down, info, server)
-        grid = grid_of(self.made.run.secure, self.clients)
-        return self._participation.mask(order, lambda: vector_of(contribution, grid, self._own_noise), digest)
+        contribution = contribution_of(self.method, upload, down, info, self.method.server_init(task))
+        return self._participation.mask(
+            order, lambda: vector_of(contribution, self._grid, self._own_noise), digest
+        )
 
     def _may_evaluate(self, order: Order, asked: Asked, digest: str) -> bool:
         """Whether an order gets an evaluation: one a round, of rounds that go up; the same order gets the same."""

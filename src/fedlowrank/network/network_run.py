@@ -24,7 +24,7 @@ from ..simulation.settings import RunSettings
 from ..trust.protection import decompress_upload
 from .secure.contributions import (
     check_reads_no_examples,
-    check_reads_no_state,
+    contribution_of,
     form_of,
     grid_of,
     size_of,
@@ -120,7 +120,8 @@ class NetworkRun(Run):
         down = self.method.download(server, info)
         template = self.engine.templates.of(info, down)
         like = form_of(self.method, template.form, info, server)
-        check_reads_no_state(self.method, template.form, down, info, server)
+        # raises TaskError where clients, who do not know the state, could not make it
+        contribution_of(self.method, template.form, down, info, server)
         infos, key = self.federation.infos, self.federation.key / "trial"
         check_reads_no_examples(self.method, like, server, ServerView(self.task, 0, key, infos))
         check_one_download(self.method, server, infos)

@@ -45,18 +45,32 @@ def vector_of(contribution: Any, grid: FixedPoint, noise: DistributedNoise | Non
 
 
 def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> Any:
-    """What a client contributes, by what it was sent.
+    """What a client contributes. It does not know the server's state, of which the form alone may matter.
 
     Args:
         method: of the run.
         upload: of the client.
         down: what the client was sent.
         client: itself.
-        server: the first state of the server, of which the form alone may matter.
+        server: a state of the server, such as the first one.
+
+    Raises:
+        TaskError: if the contribution at another state of the server, whose numbers differ, is another one.
     """
-    if isinstance(method, Protected) and method.distributed:
-        return {"sum": Sum(method.change(upload, down, client, server))}
-    return method.contribution(upload, client, server)
+
+    def at(state: Any) -> Any:
+        if isinstance(method, Protected) and method.distributed:
+            return {"sum": Sum(method.change(upload, down, client, state))}
+        return method.contribution(upload, client, state)
+
+    found = at(server)
+    moved = tree.map(lambda t: t + 1 if t.is_floating_point() else t, server)
+    if not tree.equal(_plain(found), _plain(at(moved))):
+        raise TaskError(
+            f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
+            "not know; set run.secure.on = false"
+        )
+    return found
 
 
 def size_of(like: Any) -> int:
@@ -85,23 +99,6 @@ def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> 
             f"their data ({error}); set run.secure.on = false"
         ) from error
     return map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
-
-
-def check_reads_no_state(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> None:
-    """Check that a contribution can be made at the client, which knows the server's first state alone.
-
-    The contributions of one upload are compared at two states of the server whose numbers differ.
-
-    Raises:
-        TaskError: if they differ.
-    """
-    moved = tree.map(lambda t: t + 1 if t.is_floating_point() else t, server)
-    first, other = (contribution_of(method, upload, down, client, state) for state in (server, moved))
-    if not tree.equal(_plain(first), _plain(other)):
-        raise TaskError(
-            f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
-            "not know; set run.secure.on = false"
-        )
 
 
 def check_reads_no_examples(method: AnyMethod, like: Any, server: Any, view: ServerView) -> None:

@@ -12,7 +12,7 @@ FOLDER/masked.json              the run in which this folder masks; it stays whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,16 @@ def by_client(parcel: dict[str, str]) -> dict[int, str]:
     if not all(key.isdecimal() and len(key) < 4 for key in parcel):
         raise SecureSumError("a part of a secure sum's message names no client")
     return {int(key): text for key, text in parcel.items()}
+
+
+def to_parcel(parts: Mapping[int, Any]) -> dict[str, str]:
+    """Bytes by client, or several of them, as they are sent."""
+    return {str(client): pack(part) for client, part in sorted(parts.items())}
+
+
+def from_parcel(parcel: dict[str, str]) -> dict[int, bytes]:
+    """The bytes by client in a parcel; raises SecureSumError if it cannot be read."""
+    return {client: unpack(text)[0] for client, text in by_client(parcel).items()}
 
 
 class Participation:
@@ -115,7 +125,7 @@ class Participation:
             CheckpointError: if the disk is full; nothing was masked then.
         """
         try:
-            boxes = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
+            boxes = from_parcel(order.parcel)
             member, record, contributed = self._of(order), self._record(order.run), vector()
             # another node of this client may be asked at the same time
             with FileLock(f"{record}.lock"):
@@ -132,15 +142,14 @@ class Participation:
             self._refuse_twice(order)
             session = Session(order.run, order.branch, order.round)
             self._member = SumMember(self._client, self._clients, session, self._keys, self._signer)
-            return {str(self._client): pack(self._member.announce())}
+            return to_parcel({self._client: self._member.announce()})
         member = self._of(order)
         if order.step == "share":
             announced = {c: unpack_announcement(text) for c, text in by_client(order.parcel).items()}
-            return {str(c): pack(box) for c, box in member.share(announced).items()}
+            return to_parcel(member.share(announced))
         if order.step == "agree":
-            return {str(self._client): pack(member.agree(list(by_client(order.parcel))))}
-        signatures = {c: unpack(text)[0] for c, text in by_client(order.parcel).items()}
-        return {str(c): pack(share) for c, share in member.reveal(signatures).items()}
+            return to_parcel({self._client: member.agree(list(by_client(order.parcel)))})
+        return to_parcel(member.reveal(from_parcel(order.parcel)))
 
     def _of(self, order: Order) -> SumMember:
         """The member of this round; SecureSumError if its secrets are gone, as after a restart."""

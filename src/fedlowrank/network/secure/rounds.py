@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +26,10 @@ from ..messages import Answer, Step
 from .contributions import size_of
 from .leader import SumLeader, from_bytes
 from .member import MAX_CLIENTS, SecureSumError, threshold
-from .participation import by_client, pack, unpack, unpack_announcement
+from .participation import by_client, from_parcel, to_parcel, unpack_announcement
 from .signing import MemberKeys, Session
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -150,18 +152,16 @@ class SecureRounds:
     ) -> Vector:
         self._step(engine, "announce", {j.client.id: {} for j in jobs}, round, self._announced)
         leader.check(len(leader.announced), "announced keys")
-        keys = {str(c): pack(announcement) for c, announcement in sorted(leader.announced.items())}
+        keys = to_parcel(leader.announced)
         self._step(engine, "share", dict.fromkeys(leader.announced, keys), round, self._shared)
         leader.check(len(leader.sharers), "shared their secrets")
-        boxes = {
-            c: {str(sender): pack(box) for sender, box in leader.boxes_for(c).items()} for c in leader.sharers
-        }
+        boxes = {c: to_parcel(leader.boxes_for(c)) for c in leader.sharers}
         results |= engine.train_masked([j for j in jobs if j.client.id in boxes], boxes, round)
         leader.check(len(leader.replied), "sent their vectors")
         names = {str(c): "" for c in sorted(leader.replied)}
         self._step(engine, "agree", dict.fromkeys(leader.replied, names), round, self._agreed)
         leader.check(len(leader.signatures), "signed who had replied")
-        signed = {str(c): pack(signature) for c, signature in sorted(leader.signatures.items())}
+        signed = to_parcel(leader.signatures)
         self._step(engine, "reveal", dict.fromkeys(leader.signatures, signed), round, self._revealed)
         return leader.total()
 
@@ -171,38 +171,38 @@ class SecureRounds:
         step: Step,
         parcels: Mapping[int, dict[str, str]],
         round: int,
-        take: Callable[[int, dict[int, str]], None],
+        take: Callable[[int, dict[str, str]], None],
     ) -> None:
         """Take one step with the clients; those without an answer that can be used are left out."""
         for client, answer in engine.take_step(step, parcels, round):
             why = answer if isinstance(answer, str) else answer.problem
             if isinstance(answer, Answer) and not why:
                 try:
-                    take(client, by_client(answer.parcel))
+                    take(client, answer.parcel)
                 except SecureSumError as error:
                     why = str(error)
             if why:
                 self._lost[client] = f"client {client}, step {step} of the secure sum: {why}"
                 logger.info(self._lost[client])
 
-    def _announced(self, client: int, parcel: dict[int, str]) -> None:
-        self._server().announce(client, unpack_announcement(_only(parcel, client)))
+    def _announced(self, client: int, parcel: dict[str, str]) -> None:
+        self._server().announce(client, unpack_announcement(_only(by_client(parcel), client)))
 
-    def _shared(self, client: int, parcel: dict[int, str]) -> None:
-        self._server().share(client, {c: unpack(text)[0] for c, text in parcel.items()})
+    def _shared(self, client: int, parcel: dict[str, str]) -> None:
+        self._server().share(client, from_parcel(parcel))
 
-    def _agreed(self, client: int, parcel: dict[int, str]) -> None:
-        self._server().agree(client, unpack(_only(parcel, client))[0])
+    def _agreed(self, client: int, parcel: dict[str, str]) -> None:
+        self._server().agree(client, _only(from_parcel(parcel), client))
 
-    def _revealed(self, client: int, parcel: dict[int, str]) -> None:
-        self._server().reveal(client, {c: unpack(text)[0] for c, text in parcel.items()})
+    def _revealed(self, client: int, parcel: dict[str, str]) -> None:
+        self._server().reveal(client, from_parcel(parcel))
 
     def _server(self) -> SumLeader:
         assert self._leader is not None, "steps belong to a round"
         return self._leader
 
 
-def _only(parcel: dict[int, str], client: int) -> str:
+def _only(parcel: dict[int, T], client: int) -> T:
     if parcel.keys() != {client}:
         raise SecureSumError("it sent parts of others")
     return parcel[client]
