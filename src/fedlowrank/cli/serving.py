@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..network.deploy.in_use import refuse_second
 
 
-def serve(*, out: Path | None, host: str, port: int, **options: Any) -> int:
-    """See :func:`.network.serve`, which has the same arguments.
+def serve(
+    file: Path,
+    overrides: Sequence[str],
+    method: str | None,
+    out: Path | None,
+    resume: bool,
+    keys: Path | None,
+    insecure: bool,
+    host: str,
+    port: int,
+) -> int:
+    """See :func:`.network.serve`.
 
     Raises:
         FedlowrankError: if the folder or the port is in use, or for the reasons of ``network.serve``.
@@ -17,4 +27,4 @@ def serve(*, out: Path | None, host: str, port: int, **options: Any) -> int:
     refuse_second(out, host, port)
     from .network import serve as begin
 
-    return begin(out=out, host=host, port=port, **options)
+    return begin(file, overrides, method, out, resume, keys, insecure, host, port)
