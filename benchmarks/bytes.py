@@ -165,9 +165,7 @@ def measure(name: str, source: tuple[str, int], rounds: int, setting: Setting) -
             evaluate_every=rounds, representations=0, on_round=records.append,
             compression=Compression(setting.uplink, error_feedback=setting.feedback),
         )  # fmt: skip
-        row["accuracy"] = {
-            series: result.mean_accuracy(series=series) for series in records[-1].accuracy or {}
-        }
+        row["accuracy"] = {series: result.mean_accuracy(series=series) for series in records[-1].series()}
     except (NonFiniteError, TaskError) as error:
         row["error"] = str(error)
     return row | {

@@ -81,7 +81,10 @@ def train_plainly(clients: Clients, models: Models, rounds: int, seed: int) -> d
 def train_package(method: Ensemble, federation: Federation, rounds: int) -> dict[int, Tensor]:
     """π of all clients after as many rounds of the package's Ensemble."""
     result = simulate(method, federation, rounds=rounds, participation=SHARES, evaluate_every=rounds)
-    return {k: torch.tensor(route) for k, route in enumerate(result.rounds[-1].routes or [])}
+    return {
+        k: torch.tensor(route)
+        for k, route in enumerate(result.measurements.routes()[result.rounds[-1].round])
+    }
 
 
 def judge(routes: dict[int, Tensor], truth: list[int]) -> tuple[int, float]:

@@ -302,7 +302,7 @@ def evaluations(base: Path) -> list[Row]:
         for i in range(474):
             order = Order("run", i * (made.run.rounds + 1) // 474, 0, False, True)
             evaluation = client.answer(order, tree.encode(linear(i)))[0].evaluation
-            found += evaluation is not None and evaluation.risk["personal"]["test"] is not None
+            found += evaluation is not None and evaluation.values("loss", "test", "personal") != [None]
         rounds = f"of a run of {made.run.rounds} rounds"
         rows.append(
             Row(
@@ -496,7 +496,7 @@ def liar(base: Path, seeds: int) -> list[Row]:
                 )
             )  # fmt: skip
             result = run(made, base / f"{name}-{seed}", lie)
-            accuracy = next(iter((result.rounds[-1].accuracy or {}).values()))["test"]
+            accuracy = result.accuracy()
             found.append(statistics.mean(v for i, v in enumerate(accuracy) if i != LIAR and v is not None))
         return f"{100 * statistics.mean(found):.0f} %"
 

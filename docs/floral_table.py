@@ -27,9 +27,9 @@ SPREAD = {
 def final(folder: Path) -> float | None:
     """Mean test accuracy over clients at the last round in percent, None if the run is not finished."""
     run = RunRecord.load(folder)
-    if run.status["state"] != "finished" or not run.rounds[-1].accuracy:
+    if run.status["state"] != "finished" or not run.rounds[-1].is_evaluated:
         return None
-    known = [a for a in next(iter(run.rounds[-1].accuracy.values()))["test"] if a is not None]
+    known = [a for a in run.rounds[-1].values("accuracy", "test") if a is not None]
     return 100 * sum(known) / len(known)
 
 

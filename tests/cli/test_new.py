@@ -40,7 +40,7 @@ def test_a_project_runs_at_once(capsys: Capsys, monkeypatch: pytest.MonkeyPatch)
     file = f"{NAME}/experiment.toml"
     done(capsys, "compare", file, "run.rounds=1", "--seeds", "0", "--methods", "fedavg")
     record = RunRecord.load(Path("runs", NAME, "fedavg-s0"))
-    assert list(record.rounds[-1].metrics or {}) == settings["run"]["metrics"]
+    assert record.rounds[-1].measured.metrics == settings["run"]["metrics"]
     data = np.load(f"{NAME}/data.npz")
     assert sum(row["train"] + row["val"] + row["test"] for row in record.clients) == len(data["y"])
     monkeypatch.syspath_prepend(str(Path.cwd()))

@@ -29,15 +29,14 @@ def test_predictions_of_a_run_folder(capsys: Capsys) -> None:
     folder = Path("runs/small/fedavg-s0")
     before = files(folder)
     said = done(capsys, "predict", str(folder), "--confusion", "confusion.svg")
-    recorded = RunRecord.load(folder).rounds[-1].accuracy
-    assert recorded is not None
-    assert accuracy_of(Path("predictions.csv")) == dict(enumerate(recorded["personal"]["test"]))
+    recorded = RunRecord.load(folder).rounds[-1]
+    assert accuracy_of(Path("predictions.csv")) == dict(enumerate(recorded.values()))
     assert "15 test examples of 3 clients, after round 2" in said
     picture = Path("confusion.svg").read_text()
     for name in ("setosa", "versicolor", "virginica"):
         assert name in picture
     done(capsys, "predict", str(folder), "--client", "1", "--split", "val", "-o", "new/one.csv")
-    assert accuracy_of(Path("new/one.csv")) == {1: recorded["personal"]["val"][1]}
+    assert accuracy_of(Path("new/one.csv")) == {1: recorded.values("accuracy", "val")[1]}
     assert files(folder) == before
 
 
@@ -57,9 +56,8 @@ def test_a_metric_of_the_user_s_is_code(capsys: Capsys) -> None:
     )
     done(capsys, "run", write(Path()), "run.metrics=['own_metric:f']", "run.rounds=1")
     folder = Path("runs/small/fedavg-s0")
-    assert RunRecord.load(folder).rounds[-1].metrics == {
-        "own_metric:f": {"personal": {"val": [0.5] * 3, "test": [0.5] * 3}}
-    }
+    last = RunRecord.load(folder).rounds[-1]
+    assert last.values("own_metric:f", "val") == last.values("own_metric:f") == [0.5] * 3
     Path("imported").unlink()
     for command in (["predict", str(folder)], ["resume", str(folder), "run.rounds=2"]):
         found = refused(capsys, *command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from blocks import block_of
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import Setting, ValidationScore, choose, find_edges, plan_tuning, score_run
 from fedlowrank.core.errors import ConfigError
@@ -46,7 +46,8 @@ def record(rounds: list[RoundRecord], clients: list[dict[str, Any]]) -> RunRecor
 
 
 def by_clients(round: int, val: list[Any], test: list[Any], kind: str = "accuracy") -> RoundRecord:
-    return RoundRecord(round, **{kind: {"personal": {"val": val, "test": test}, "other": {"val": [0.0]}}})
+    tables = {kind: {"personal": {"val": val, "test": test}, "other": {"val": [0.0]}}}
+    return RoundRecord(round, measured=block_of(tables))
 
 
 CLIENTS: list[dict[str, Any]] = [{"id": i} for i in range(3)]
@@ -69,14 +70,14 @@ def test_a_run_is_scored_by_the_validation_of_its_clients() -> None:
 
 def test_a_run_is_scored_by_the_series_asked_for_or_else_by_its_first() -> None:
     tables = {"personal": {"val": [0.1, 0.3], "test": [0, 0]}, "server": {"val": [0.5, 0.7], "test": [0, 0]}}
-    both = dataclasses.replace(by_clients(1, [0.0, 0.0], [0.0, 0.0]), accuracy=tables)
+    both = RoundRecord(1, measured=block_of({"accuracy": tables}))
     assert score_run(record([both], CLIENTS), "last", "server") == (0.6, 1, False)
     assert score_run(record([both], CLIENTS), "last", "gkr") == (0.2, 1, False)
     assert score_run(record([both], CLIENTS), "last") == (0.2, 1, False)
 
 
 def test_a_regression_is_scored_by_its_loss_and_what_is_not_finite_has_no_score() -> None:
-    rounds = [by_clients(t, [v], [0.0], "risk") for t, v in enumerate([4.0, 1.0, 2.0, math.inf])]
+    rounds = [by_clients(t, [v], [0.0], "loss") for t, v in enumerate([4.0, 1.0, 2.0, math.inf])]
     assert score_run(record(rounds, CLIENTS[:1]), "best") == (1.0, 1, True)
     assert score_run(record(rounds[:3], CLIENTS[:1]), "last") == (2.0, 2, True)
     assert score_run(record(rounds, CLIENTS[:1]), "last") is None
@@ -246,9 +247,8 @@ def test_tune_writes_what_it_chose_and_goes_on_where_it_stopped(
         means = {}
         for value in (0.01, 0.3):
             folders = [Path(f"runs/small-tuned/tuning/{name}-lr={value}-s{seed}") for seed in (10, 11)]
-            last = [RunRecord.load(folder).rounds[-1].accuracy for folder in folders]
-            assert all(last)
-            vals = [next(iter(one.values()))["val"] for one in last if one]
+            vals = [RunRecord.load(folder).rounds[-1].values("accuracy", "val") for folder in folders]
+            assert all(vals)
             means[value] = sum(sum(v) / len(v) for v in vals) / 2
         assert means[lr] == max(means.values())
         config = RunRecord.load(Path(f"runs/small-tuned/{name}-s1")).config
@@ -303,7 +303,7 @@ def test_test_labels_have_no_say(capsys: Capsys, monkeypatch: pytest.MonkeyPatch
     # every validation number is the same to the last bit, though test results are others
     assert Path("runs/other/tuning.csv").read_text() == table
     a, b = (
-        RunRecord.load(Path(out, "fedavg-s0")).rounds[-1].accuracy
+        RunRecord.load(Path(out, "fedavg-s0")).rounds[-1].values()
         for out in ("runs/small-tuned", "runs/other")
     )
     assert a != b

@@ -55,7 +55,7 @@ def test_the_python_examples_run_one_after_another(capsys: pytest.CaptureFixture
     assert all(0.5 < float(value) <= 1 for value in areas.strip("[]").split(","))
     records = {name: RunRecord.load(Path("runs") / name) for name in ("fedavg", "standalone")}
     for name, record in records.items():
-        values = (record.rounds[-1].accuracy or {})["personal"]["test"]
+        values = record.rounds[-1].values("accuracy", "test", "personal")
         mean = sum(v for v in values if v is not None) / len(values)
         assert scope["curves"].loc[5, name] == pytest.approx(mean)
         assert scope["by_seed"].loc[(name, 0), "accuracy"] == pytest.approx(mean)
@@ -72,9 +72,9 @@ def test_the_commands_and_the_experiment_file() -> None:
     for command in commands:
         assert main(shlex.split(command)) == 0
     last = RunRecord.load(Path("runs/digits")).rounds[-1]
-    assert list(last.metrics or {}) == ["macro_f1", "auroc"]
+    assert last.measured.metrics == ["macro_f1", "auroc"]
     found = pd.read_csv("predictions.csv").groupby("client")["correct"].mean()
-    assert found.tolist() == (last.accuracy or {})["personal"]["test"]
+    assert found.tolist() == last.values("accuracy", "test", "personal")
     assert set(pd.read_csv("client3.csv")["client"]) == {3}
     assert Path("confusion.svg").read_text().startswith("<?xml")
 

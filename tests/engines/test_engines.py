@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from blocks import tables_of
 from fedlowrank.core import tree
 from fedlowrank.core.client_model import ClientModel
 from fedlowrank.core.errors import NonFiniteError
@@ -166,7 +167,7 @@ def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> 
         )
         record = run.step()
         accounts.append({k: v for k, v in record.untimed().items() if k not in rounded})
-        measured.append((record.risk, record.observed))
+        measured.append((tables_of(record.measured)["loss"], record.observed))
         assert all(torch.isfinite(torch.tensor(v)) for v in record.loss.values())
     assert all(a == accounts[0] for a in accounts[1:])
     for other in measured[1:]:

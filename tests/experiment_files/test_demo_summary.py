@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blocks import block_of
 from fedlowrank.simulation.records import seal_run
 
 FILE = Path(__file__).parents[2] / "examples" / "demo_summary.py"
@@ -47,13 +49,12 @@ def write_run(
     """
     run = folder / f"{method}-s{seed}"
     run.mkdir(parents=True)
-    config = {"format": 1, "name": folder.name, "method": {"name": method}, "run": {"seed": seed}}
-    records: list[dict[str, Any]] = [
-        {"round": i, "bytes_down": size, "accuracy": None} for i, size in enumerate(sizes)
-    ]
+    config = {"format": 2, "name": folder.name, "method": {"name": method}, "run": {"seed": seed}}
+    records: list[dict[str, Any]] = [{"round": i, "bytes_down": size} for i, size in enumerate(sizes)]
     zero = [0.0] * CLIENTS
-    records[0]["accuracy"] = {series: {"val": zero, "test": zero} for series in tests}
-    records[-2]["accuracy"] = {series: {"val": zero, "test": values} for series, values in tests.items()}
+    for record, of in ((records[0], dict.fromkeys(tests, zero)), (records[-2], tests)):
+        tables = {series: {"val": zero, "test": values} for series, values in of.items()}
+        record["measured"] = dataclasses.asdict(block_of({"accuracy": tables}))
     (run / "run.json").write_text(json.dumps(config))
     (run / "clients.json").write_text(json.dumps([{"id": i} for i in range(CLIENTS)]))
     (run / "status.json").write_text(

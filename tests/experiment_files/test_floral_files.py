@@ -177,6 +177,6 @@ def test_the_methods_of_a_file_run(stem: str, some: slice) -> None:
         settings = dict(vars(made.run))
         result = simulate(made.build_method(name), federation, **settings)
         record = result.rounds[-1]
-        assert record.risk is not None
-        assert all(v is not None for v in next(iter(record.risk.values()))["test"])
-        assert (record.routes is not None) == hasattr(made.build_method(name), "clusters")
+        assert record.is_evaluated
+        assert all(v is not None for v in record.values("loss", "test"))
+        assert bool(record.series("route")) == hasattr(made.build_method(name), "clusters")

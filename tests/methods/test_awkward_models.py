@@ -107,22 +107,22 @@ def test_a_client_that_never_took_part_has_no_personal_part() -> None:
     result = simulate(made("fedslr"), federation(), rounds=2, participation=0.25)
     seen = set(result.run.state.clients)
     record = result.rounds[-1]
-    assert record.accuracy is not None
-    assert record.parameters is not None
+    assert record.is_evaluated
     unseen = set(range(4)) - seen
     assert unseen
     for i in range(4):
-        same = record.parameters["mixed"][i] == record.parameters["gkr"][i]
+        same = record.values("parameters", "", "mixed")[i] == record.values("parameters", "", "gkr")[i]
         assert same == (i in unseen)
         if i in unseen:
-            assert record.accuracy["mixed"]["test"][i] == record.accuracy["gkr"]["test"][i]
+            assert (
+                record.values("accuracy", "test", "mixed")[i] == record.values("accuracy", "test", "gkr")[i]
+            )
 
 
 @pytest.mark.full
 def test_a_sparse_penalty_that_kills_every_personal_part_leaves_the_global_model() -> None:
     method = METHODS["fedslr"](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03, mu=1e6)
     record = simulate(method, federation(), rounds=2).rounds[-1]
-    assert record.accuracy is not None
-    assert record.parameters is not None
-    assert record.accuracy["mixed"] == record.accuracy["gkr"]
-    assert record.parameters["mixed"] == record.parameters["gkr"]
+    assert record.is_evaluated
+    assert record.values("accuracy", "test", "mixed") == record.values("accuracy", "test", "gkr")
+    assert record.values("parameters", "", "mixed") == record.values("parameters", "", "gkr")

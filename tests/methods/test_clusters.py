@@ -475,11 +475,11 @@ def test_the_recorded_accuracy_of_fedem_is_that_of_the_mixture() -> None:
         x, y = data.test.x.double().numpy(), data.test.y.numpy()
         pi = run.state.clients[k].numpy()
         mixture = sum(p * softmax(forward(net, x)[1]) for p, net in zip(pi, models, strict=True))
-        assert record.accuracy["personal"]["test"][k] == (mixture.argmax(1) == y).mean()
-        assert record.risk["personal"]["test"][k] == pytest.approx(
+        assert record.values("accuracy", "test", "personal")[k] == (mixture.argmax(1) == y).mean()
+        assert record.values("loss", "test", "personal")[k] == pytest.approx(
             -np.log(mixture[np.arange(len(y)), y]).mean(), rel=1e-5
         )
-        assert record.routes[k] == pytest.approx(pi, abs=1e-4)
+        assert [record.values("route", "", str(c))[k] for c in range(3)] == pytest.approx(pi, abs=1e-4)
 
 
 @pytest.mark.parametrize("adapt", [0, 1, 10])
@@ -623,8 +623,9 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     run.state = State(0, models, ClientStore())
     for _ in range(3):
         record = run.step()
-        assert record.routes == [[float(c == k % 2) for c in range(2)] for k in range(6)]
-    assert all(a > 0.9 for a in record.accuracy["personal"]["test"])
+        for c in range(2):
+            assert record.values("route", "", str(c)) == [float(c == k % 2) for k in range(6)]
+    assert all(a > 0.9 for a in record.values("accuracy", "test", "personal"))
     assert not run.draws.unseen & set(run.state.clients)
 
 
@@ -643,9 +644,9 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
         ClientStore(),
     )
     record = run.start()
-    for k, route in enumerate(record.routes):
-        assert route[k % 2] > 0.9
-    assert all(a == 1 for a in record.accuracy["personal"]["test"])
+    for k in range(6):
+        assert record.values("route", "", str(k % 2))[k] > 0.9
+    assert all(a == 1 for a in record.values("accuracy", "test", "personal"))
     while run.round < 3:
         assert not run.draws.unseen & set(run.step().participants)
 

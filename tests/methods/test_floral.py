@@ -456,9 +456,9 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     run.state = State(0, separated(run.method, run), ClientStore())
     assert len(run.draws.unseen) == 2
     record = run.start()
-    for k, route in enumerate(record.routes or ()):
-        assert route[k % 2] > 0.9
-    assert all(a == 1 for a in record.accuracy["personal"]["test"])
+    for k in range(6):
+        assert record.values("route", "", str(k % 2))[k] > 0.9
+    assert all(a == 1 for a in record.values("accuracy", "test", "personal"))
 
 
 @pytest.mark.full
@@ -474,7 +474,7 @@ def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
     for _ in range(8):
         record = run.step()
         seen |= set(record.participants)
-        assert len(record.routes) == len(federation.infos)
+        assert len(record.values("route", "", "1")) == len(federation.infos)
         assert not run.draws.unseen & set(run.state.clients)
     assert seen == set(range(6)) - run.draws.unseen
     assert all(row["unseen"] == (row["id"] in run.draws.unseen) for row in run.clients())
@@ -484,7 +484,9 @@ def test_known_routes_of_unseen_clients_are_their_clusters() -> None:
     federation = opposed()
     method = FederatedFloral(clusters=3, rank=1, router=OPTIMAL, batch_size=8)
     run = Run(method, federation, RunSettings(rounds=2, unseen=0.34), Sequential())
-    assert run.step().routes == [[float(c == k % 2) for c in range(3)] for k in range(6)]
+    record = run.step()
+    for c in range(3):
+        assert record.values("route", "", str(c)) == [float(c == k % 2) for k in range(6)]
 
 
 # -- the battery ---------------------------------------------------------------------------------------------

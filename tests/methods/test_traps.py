@@ -386,8 +386,7 @@ def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
             predictor_of(run, info.id)(data.test.x).detach().numpy(), fresh, atol=1e-12
         )
         assert not np.allclose(fresh, stale, atol=1e-6)
-        headline = next(iter(record.accuracy.values()))
-        assert headline["test"][info.id] == (fresh.argmax(1) == y).mean()
+        assert record.values()[info.id] == (fresh.argmax(1) == y).mean()
 
 
 # fedem infers by a mixture of several models, of which test_clusters.py speaks
@@ -403,9 +402,8 @@ def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: 
         params = personal(run.method, run.state_of(info), down, view_of(run, info.id, run.round - 1))
         in_order = {n: params[n] for n in federation.architectures[info.architecture].initial}
         scores = reference.forward(layers(in_order), data.test.x.double().numpy())[1]
-        headline = next(iter(record.accuracy.values()))
-        assert headline["test"][info.id] == (scores.argmax(1) == data.test.y.numpy()).mean()
-        assert headline["val"][info.id] is None
+        assert record.values()[info.id] == (scores.argmax(1) == data.test.y.numpy()).mean()
+        assert record.values("accuracy", "val")[info.id] is None
 
 
 # -- FD ------------------------------------------------------------------------------------------------------

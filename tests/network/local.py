@@ -422,29 +422,33 @@ def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
     """Assert that all is the same but what was found of clients that were not heard; returns who was not evaluated."""
     a, b = found.untimed(), wanted.untimed()
     unheard = {"bytes_up", "parameters_up", "steps", "flops", "loss"} if found.lost else set()
-    for name in a.keys() - unheard - {"accuracy", "risk", "parameters", "routes"}:
+    for name in a.keys() - unheard - {"measured"}:
         assert a[name] == b[name], (found.round, name)
-    if found.accuracy is None or wanted.accuracy is None or found.risk is None or wanted.risk is None:
-        assert wanted.accuracy is None or found.accuracy is None
-        return set() if wanted.accuracy is None else {i for i, _ in enumerate(headline(wanted))}
+    if found.measured is None or wanted.measured is None:
+        assert wanted.measured is None or found.measured is None
+        return set() if wanted.measured is None else {*wanted.measured.clients}
     absent = set()
     # only the server could evaluate its own model on everybody's data
-    series = [s for s in wanted.accuracy if s != "server"]
-    assert list(found.accuracy) == list(found.risk) == series
-    for here, there in ((found.accuracy, wanted.accuracy), (found.risk, wanted.risk)):
-        for name in series:
-            for split in ("val", "test"):
-                for i, (x, y) in enumerate(zip(here[name][split], there[name][split], strict=True)):
-                    if x is None and y is not None:
-                        absent.add(i)
-                    else:
-                        assert x == y, (found.round, name, split, i)
-    if not absent:
-        assert found.parameters == {n: v for n, v in (wanted.parameters or {}).items() if n != "server"}
-        assert found.routes == wanted.routes
+    series = [s for s in wanted.series() if s != "server"]
+    assert found.series() == found.series("loss") == series
+    here, there = (
+        {
+            (c.name, c.series, c.split, i): v
+            for c in block.columns
+            if c.series != "server"
+            for i, v in zip(block.clients, c.values, strict=True)
+        }
+        for block in (found.measured, wanted.measured)
+    )
+    assert here.keys() <= there.keys()
+    for key, value in there.items():
+        if here.get(key) is None and value is not None:
+            absent.add(key[-1])
+        else:
+            assert here.get(key) == value, (found.round, key)
     return absent
 
 
 def headline(record: RoundRecord) -> list[float | None]:
-    assert record.accuracy is not None
-    return next(iter(record.accuracy.values()))["test"]
+    assert record.is_evaluated
+    return record.values("accuracy", "test")

@@ -325,7 +325,9 @@ def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
     assert header.evaluation is not None
     found = run.evaluation()
     assert found is not None
-    assert header.evaluation.accuracy["personal"]["test"] == found.accuracy["personal"]["test"][1]
+    assert header.evaluation.values("accuracy", "test", "personal") == [
+        found.values("accuracy", "test", "personal")[1]
+    ]
     assert (header.steps, header.losses, header.problem) == (0, {}, "")
 
 
@@ -367,7 +369,7 @@ def test_a_federation_of_data_of_ones_own(own: tuple[ExperimentConfig, list[Path
     run = Run(made.build_method("scaffold"), assemble(made, whole), made.run, Sequential())
     records = [run.start(), *(run.step() for _ in range(3))]
     same_states(result, carrier, run)
-    assert [r.accuracy for r in result.rounds] == [r.accuracy for r in records]
+    assert [r.values() for r in result.rounds] == [r.values() for r in records]
     assert [r["train"] for r in result.run.clients()] == [len(d.train) for d in whole.data]
 
 

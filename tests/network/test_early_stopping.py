@@ -23,7 +23,7 @@ def test_it_stops_one_round_later_and_resumes_likewise(tmp_path: Path) -> None:
     carrier, result = ran(made, tmp_path / "whole")
     # two evaluations without a better one: after rounds 1 and 2, known in round 3
     assert [r.round for r in result.rounds] == [0, 1, 2, 3]
-    assert all(r.accuracy is not None for r in result.rounds)
+    assert all(r.is_evaluated for r in result.rounds)
     # the clients were told that it is over
     assert [order.last for _, order in carrier.orders()].count(True) == 3
     folder = tmp_path / "whole" / "run"

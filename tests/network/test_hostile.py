@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blocks import block_of, replaced
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.network_settings import NetworkSettings
 from fedlowrank.core import tree
@@ -28,7 +29,6 @@ from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.registry import ClientRegistry
 from fedlowrank.network.server import NetworkEngine, NetworkError
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.evaluation import ClientEvaluation, evaluated
 from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run
 
@@ -60,11 +60,11 @@ def upload(change: Callable[[Any], Any]) -> Lie:
     return lambda d: changed(d, payload=tree.encode(change(tree.decode(d.payload))))
 
 
-def evaluation(**fields: Any) -> Lie:
+def evaluation(**tables: Any) -> Lie:
     def lie(response: Response) -> Response:
         found = Answer.from_json(response.header).evaluation
         assert found is not None
-        return changed(response, evaluation=dataclasses.replace(found, **fields))
+        return changed(response, evaluation=replaced(found, **tables))
 
     return lie
 
@@ -99,15 +99,15 @@ WORDS: dict[str, tuple[Lie, str]] = {
     "a loss that is NaN": (lambda d: changed(d, losses={"local": math.nan}), LOSSES),
     "a loss without end": (lambda d: changed(d, losses={"local": -math.inf}), LOSSES),
     "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), LOSSES),
-    "no series": (evaluation(accuracy={}, risk={}, parameters={}), EVALUATION),
+    "no series": (evaluation(accuracy={}, loss={}, parameters={}), EVALUATION),
     "more than all right": (evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}), EVALUATION),
     "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), EVALUATION),
-    "no test": (evaluation(risk={"personal": {"val": 0.5}}), EVALUATION),
-    "two kinds of series": (evaluation(risk=half("other")), EVALUATION),
+    "no test": (evaluation(loss={"personal": {"val": 0.5}}), EVALUATION),
+    "two kinds of series": (evaluation(loss=half("other")), EVALUATION),
     "sizes of nothing": (evaluation(parameters={}), EVALUATION),
-    "a model of less than nothing": (evaluation(parameters={"personal": -1}), EVALUATION),
-    "a model without end": (evaluation(parameters={"personal": 10**9}), EVALUATION),
-    "a route beyond": (evaluation(routes=[0.5, 1.5]), EVALUATION),
+    "a model of less than nothing": (evaluation(parameters={"personal": {"": -1}}), EVALUATION),
+    "a model without end": (evaluation(parameters={"personal": {"": 10**9}}), EVALUATION),
+    "a route beyond": (evaluation(route={"0": {"": 0.5}, "1": {"": 1.5}}), EVALUATION),
 }
 BODIES: dict[str, tuple[Lie, str]] = {
     "no tree": (lambda d: changed(d, payload=b"upload"), "its header has [0-9]+ bytes, where about"),
@@ -202,8 +202,8 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
     client: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("floral", defaults={"clusters": 2})
-    strange = evaluation(accuracy=half("x"), risk=half("x"), parameters={"x": 3})
-    routed = evaluation(routes=[1.0])
+    strange = evaluation(accuracy=half("x"), loss=half("x"), parameters={"x": {"": 3}})
+    routed = evaluation(route={"0": {"": 1.0}})
     for i, lie in enumerate((strange, routed)):
         fault = in_round(2, client, lambda there, message, lie=lie: [lie(there.answered(message))])  # type: ignore[misc]
         carrier = local(made, tmp_path / str(i), fault)
@@ -212,19 +212,20 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
         assert agrees(result, carrier, made) == {(1, client)}
         assert lost(result) == [set()] * 3
         assert logged(caplog, f"client {client} measures other things than most clients") == 1
-        assert result.rounds[1].routes is None
-        assert result.rounds[2].routes is not None
+        # the table of shares has no rounds in which a client is missing
+        assert 1 not in result.measurements.routes()
+        assert 2 in result.measurements.routes()
 
 
 @pytest.mark.full
 def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, run={"evaluate_every": 4})
-    found = ClientEvaluation(half("personal"), half("personal"), {"personal": 3})
+    found = block_of({"accuracy": {"personal": {"val": [0.5], "test": [0.5]}}})
     carrier, result = ran(
         made, tmp_path, in_round(3, 1, lambda t, p: [changed(t.answered(p), evaluation=found)])
     )
     assert agrees(result, carrier, made) == set()
-    assert [r.accuracy is not None for r in result.rounds] == [True, True, False, False, True]
+    assert [r.is_evaluated for r in result.rounds] == [True, True, False, False, True]
 
 
 # -- who lies too often
@@ -379,10 +380,8 @@ def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
         record = run.step()
         found = run.late()
     assert found is not None
-    for r in (record, evaluated(before, found)):
-        assert RoundRecord(
-            **json.loads(json.dumps(dataclasses.asdict(r)))
-        ).untimed() == r.untimed() or "NaN" in repr(r)
+    for r in (record, dataclasses.replace(before, measured=found)):
+        assert RoundRecord.from_json(r.to_json()).untimed() == r.untimed() or "NaN" in r.to_json()
         assert all(math.isfinite(x) for x in (*r.loss.values(), float(r.steps), float(r.flops)))
         assert all(line.isprintable() and len(line) < 1200 for line in (*lines, *r.lost.values()))
     assert tree.not_finite(run.state.server) is None
@@ -426,20 +425,23 @@ def test_an_answer_with_any_field(name: str, value: Any) -> None:
 @pytest.mark.full
 @fuzz(60)
 @given(
-    st.sampled_from(["accuracy", "risk", "parameters", "routes"]),
-    st.sampled_from(["", "personal", "test"]),
+    st.sampled_from(["clients", "columns", "name", "series", "split", "values", "value", "more"]),
+    st.integers(0, 4),
     values,
 )
-def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> None:
+def test_an_answer_with_any_evaluation(field: str, place: int, value: Any) -> None:
     _, _, kept = stage()
     header = json.loads(kept[101][1].header)
     held = header["evaluation"]
-    if not where or field == "routes":
+    column = held["columns"][place]
+    if field in held:
         held[field] = value
-    elif where == "test" and field != "parameters":
-        held[field]["personal"]["test"] = value
+    elif field == "value":
+        column["values"][0] = value
+    elif field == "more":
+        held["columns"].append({**column, "series": value})
     else:
-        held[field]["personal"] = value
+        column[field] = value
     judged(json.dumps(header), kept[101][1].payload)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blocks import block_of
 from fedlowrank.network.messages import (
     LOCAL,
     Answer,
@@ -19,16 +20,15 @@ from fedlowrank.network.messages import (
     plain,
     sections,
 )
-from fedlowrank.simulation.evaluation import ClientEvaluation
 
 REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
-FOUND = ClientEvaluation(
-    {"personal": {"val": 0.5, "test": None}, "global": {"val": 1.0, "test": 0.0}},
-    {"personal": {"val": 0.1, "test": None}, "global": {"val": 1e-300, "test": 3.0}},
-    {"personal": 10, "global": 2**40},
-    [0.25, 0.75],
-)
+FOUND = block_of({
+    "accuracy": {"personal": {"val": [0.5], "test": [None]}, "global": {"val": [1.0], "test": [0.0]}},
+    "loss": {"personal": {"val": [0.1], "test": [None]}, "global": {"val": [1e-300], "test": [3.0]}},
+    "parameters": {"personal": {"": [10]}, "global": {"": [2**40]}},
+    "route": {"0": {"": [0.25]}, "1": {"": [0.75]}},
+})  # fmt: skip
 ANSWER = Answer(1, "a1b2", 3, "", "", 7, 2**70, {"local": 0.1 + 0.2}, FOUND)
 SAMPLES: list[Header] = [
     REGISTRATION,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blocks import replaced
 from fedlowrank.network.messages import Answer
 
 from .local import agrees, changed, headline, in_round, local, lost, ran, served, small, truth
@@ -22,8 +22,9 @@ def test_they_are_those_of_the_sequential_run(tmp_path: Path) -> None:
     carrier, result = ran(made, tmp_path)
     assert agrees(result, carrier, made) == set()
     _, wanted = truth(made, result.rounds)
-    assert [r.metrics for r in result.rounds] == [r.metrics for r in wanted]
-    assert list(result.rounds[-1].metrics or {}) == METRICS
+    for name in METRICS:
+        assert [r.values(name) for r in result.rounds] == [r.values(name) for r in wanted]
+    assert result.rounds[-1].measured.metrics == METRICS
 
 
 def table(value: Any, names: list[str] = METRICS, **splits: Any) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def test_impossible_metrics_are_refused(found: Any, is_refused: bool, tmp_path: 
         answer = there.answered(message)
         evaluation = Answer.from_json(answer.header).evaluation
         assert evaluation is not None
-        return [changed(answer, evaluation=dataclasses.replace(evaluation, metrics=found))]
+        return [changed(answer, evaluation=replaced(evaluation, **{name: {} for name in METRICS} | found))]
 
     carrier = local(made, tmp_path, in_round(2, 1, lie))
     result = served(carrier, made, tmp_path / "run")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from blocks import block_of
 from fedlowrank.cli.main import main
 from fedlowrank.config.network_settings import NetworkSettings
 from fedlowrank.core.errors import ConfigError
@@ -141,7 +142,8 @@ def record(t: int, *values: float | None, loss: bool = False) -> RoundRecord:
     none = [None] * len(values)
     table: Any = {"personal": {"val": [*values], "test": none}}
     empty: Any = {"personal": {"val": none, "test": none}}
-    return RoundRecord(round=t, accuracy=empty if loss else table, risk=table if loss else empty)
+    tables = {"accuracy": empty if loss else table, "loss": table if loss else empty}
+    return RoundRecord(round=t, measured=block_of(tables))
 
 
 def test_when_validation_has_fallen() -> None:

@@ -120,7 +120,7 @@ def test_the_server_has_the_plain_runs_result_and_learns_nothing_of_a_client(
         answers += map(Answer.from_json, left(carrier.folders[node]))
     assert all((a.steps, a.flops, a.losses, a.evaluation) == (0, 0, {}, None) for a in answers)
     assert len(answers) == 3 * (2 * 5 + 1)
-    assert not result.rounds[1].accuracy
+    assert not result.rounds[1].is_evaluated
 
 
 def left(folder: Path) -> list[str]:

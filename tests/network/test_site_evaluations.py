@@ -136,7 +136,7 @@ def test_a_client_is_no_oracle(
 
     def ask(model: Any) -> float | None:
         evaluation = answered(folder, model, train=train).evaluation
-        found = None if evaluation is None else evaluation.risk["personal"]["test"]
+        (found,) = [None] if evaluation is None else evaluation.values("loss")
         seen.extend([] if found is None else [found])
         return found
 
@@ -203,8 +203,12 @@ def test_numbers_are_rounded(made: ExperimentConfig, tmp_path: Path) -> None:
     for split in ("val", "test"):
         part = getattr(data, split)
         scores = functional.linear(part.x, model["linear.weight"], model["linear.bias"])
-        assert found.accuracy["personal"][split] == int((scores.argmax(1) == part.y).sum()) / len(part)
-        assert found.risk["personal"][split] == float(f"{functional.cross_entropy(scores, part.y):.3g}")
+        assert found.values("accuracy", split, "personal") == [
+            int((scores.argmax(1) == part.y).sum()) / len(part)
+        ]
+        assert found.values("loss", split, "personal") == [
+            float(f"{functional.cross_entropy(scores, part.y):.3g}")
+        ]
     exact = answered(folder_of(made, tmp_path / "exact", 40, evaluation="exact"), model, train=True)
     assert answer.losses == {name: float(f"{loss:.3g}") for name, loss in exact.losses.items()}
     assert answer.losses != exact.losses
@@ -220,8 +224,8 @@ def test_of_fewer_than_20_examples_no_number_is_sent(
     prepare(tmp_path / "client", made, 1, dataclasses.replace(shares, data=(few, few, few)))
     answer = answered(tmp_path / "client", plain(), train=True)
     assert answer.evaluation is not None
-    tables = [answer.evaluation.accuracy, answer.evaluation.risk, answer.evaluation.metrics["macro_f1"]]
-    assert [[t["personal"][s] is None for s in ("val", "test")] for t in tables] == [
+    names = ("accuracy", "loss", "macro_f1")
+    assert [[answer.evaluation.values(n, s) == [None] for s in ("val", "test")] for n in names] == [
         [val < 20, test < 20]
     ] * 3
     assert answer.losses == {}
@@ -242,7 +246,7 @@ def test_a_run_without_numbers_goes_to_its_end(
     # the models are those of a run that evaluates
     same_states(result, carrier, truth(made, result.rounds)[0])
     assert [r.lost for r in result.rounds] == [{}] * 4
-    assert all(r.accuracy is None or headline(r) == [None] * 3 for r in result.rounds)
+    assert all(not r.is_evaluated or headline(r) == [None] * 3 for r in result.rounds)
     assert ("early stopping does not count it" in caplog.text) == (evaluation == "rounded")
     assert main(["status", str(tmp_path / "run")]) == 0
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html"), "--tables"]) == 0
@@ -256,13 +260,12 @@ def test_a_run_of_sites_with_defaults_is_the_sequential_run_in_rounded_numbers(t
     run, records = truth(made, result.rounds)
     same_states(result, carrier, run)
     for found, wanted in zip(result.rounds, records, strict=True):
-        assert found.accuracy is not None
-        assert found.risk is not None
-        assert wanted.accuracy is not None
-        assert wanted.risk is not None
-        assert found.accuracy["personal"] == {"val": [None] * 2, "test": wanted.accuracy["personal"]["test"]}
-        losses = [float(f"{v:.3g}") for v in wanted.risk["personal"]["test"] if v is not None]
-        assert found.risk["personal"] == {"val": [None] * 2, "test": losses}
+        assert found.is_evaluated
+        assert wanted.is_evaluated
+        assert found.values("accuracy", "val") == found.values("loss", "val") == [None] * 2
+        assert found.values("accuracy") == wanted.values("accuracy")
+        losses = [float(f"{v:.3g}") for v in wanted.values("loss", "test", "personal") if v is not None]
+        assert found.values("loss") == losses
 
 
 @pytest.mark.few(1)
@@ -303,7 +306,9 @@ def test_a_client_without_shares_of_clusters_is_evaluated_as_the_others(tmp_path
     prepare(carrier.folders[101], made, 1, dataclasses.replace(shares, data=(few, few, few)), SiteSettings())
     result = served(carrier, made, tmp_path / "run")
     assert all(None not in headline(record) for record in result.rounds)
-    assert [record.routes for record in result.rounds] == [None, None]
+    assert [record.values("route", "", "0")[1] for record in result.rounds] == [None, None]
+    assert all(None not in record.values("route", "", "0")[::2] for record in result.rounds)
+    assert result.measurements.routes() == {}
 
 
 def test_an_evaluation_that_fails_is_counted(

@@ -85,7 +85,7 @@ def maker(parent: Path) -> MakeRun:
         )
         people = clients if clients is not None else members(count)
         config = {
-            "format": 1,
+            "format": 2,
             "name": "digits-demo",
             "title": "Digits over ten clients",
             "paper": "",
@@ -115,7 +115,7 @@ def maker(parent: Path) -> MakeRun:
         done = {"state": "finished", "rounds": len(rows) - 1, "message": ""}
         (folder / "run.json").write_text(json.dumps(config))
         (folder / "clients.json").write_text(json.dumps(people))
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        lines = "".join(json.dumps(as_line(row)) + "\n" for row in rows)
         (folder / METRICS).write_bytes(gzip.compress(lines.encode()))
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
         seal_run(folder)
@@ -131,6 +131,30 @@ def maker(parent: Path) -> MakeRun:
         return RunRecord.load(folder)
 
     return make
+
+
+def as_line(row: dict) -> dict:
+    """A row of these tests as a line of the file, where all numbers of clients are columns of one block."""
+    tables = {"accuracy": row.get("accuracy"), "loss": row.get("risk"), **(row.get("metrics") or {})}
+    columns = [
+        {"name": name, "series": series, "split": split, "values": list(values)}
+        for name, of in tables.items()
+        for series, splits in (of or {}).items()
+        for split, values in splits.items()
+    ]
+    columns += [
+        {"name": "parameters", "series": series, "split": "", "values": list(values)}
+        for series, values in (row.get("parameters") or {}).items()
+    ]
+    columns += [
+        {"name": "route", "series": str(cluster), "split": "", "values": list(shares)}
+        for cluster, shares in enumerate(zip(*(row.get("routes") or []), strict=True))
+    ]
+    count = max((len(column["values"]) for column in columns), default=0)
+    for column in columns:
+        column["values"] += [None] * (count - len(column["values"]))
+    kept = {k: v for k, v in row.items() if k not in ("accuracy", "risk", "metrics", "routes", "parameters")}
+    return {**kept, "measured": {"clients": list(range(count)), "columns": columns} if columns else None}
 
 
 def members(count: int) -> list[dict]:

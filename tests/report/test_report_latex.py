@@ -7,6 +7,7 @@ import re
 import pytest
 from report_runs import rounds_of
 
+from blocks import tables_of
 from fedlowrank.report import comparison, to_latex, write_values
 from fedlowrank.report.latex import escape_latex
 from fedlowrank.simulation.records import RunRecord
@@ -88,11 +89,7 @@ def test_every_value(make_run, tmp_path):
     wanted = set()
     for run in (RunRecord.load(run.folder) for run in runs):
         for record in run.rounds:
-            for metric, values in (
-                ("accuracy", record.accuracy),
-                ("loss", record.risk),
-                ("own", record.metrics["own"]),
-            ):
+            for metric, values in tables_of(record.measured).items():
                 for series, splits in values.items():
                     for split, of in splits.items():
                         for k, v in enumerate(of):

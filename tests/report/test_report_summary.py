@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from report_runs import main_of, page_of, rounds_of, rows_of, target_of, text_of, titles_of
 from scipy import stats
 
+from blocks import block_of
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
 from fedlowrank.report.groups import group_runs
@@ -28,11 +29,10 @@ def simple(test, val=None):
 
 def scored(values, weights=None, measure="accuracy"):
     """Statistics of one evaluation, as a row; None if there are none."""
-    record = RoundRecord(0, **{measure: {"personal": {"test": list(values)}}})
+    record = RoundRecord(0, measured=block_of({measure: {"personal": {"test": values}}}))
     sizes = [1] * len(values) if weights is None else weights
     clients = [{"id": i, "test": size} for i, size in enumerate(sizes)]
-    name = "loss" if measure == "risk" else measure
-    scores = RunRecord(Path("x"), {}, clients, [record], {}).measurements.over_clients(name, "personal")
+    scores = RunRecord(Path("x"), {}, clients, [record], {}).measurements.over_clients(measure, "personal")
     return scores.iloc[0] if len(scores) else None
 
 
@@ -41,7 +41,7 @@ def scored(values, weights=None, measure="accuracy"):
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=40), st.data())
 def test_score_agrees_with_numpy(values, data):
     weights = data.draw(st.lists(st.integers(1, 99), min_size=len(values), max_size=len(values)))
-    measure, sign = data.draw(st.sampled_from([("accuracy", 1), ("risk", -1)]))
+    measure, sign = data.draw(st.sampled_from([("accuracy", 1), ("loss", -1)]))
     got = scored(values, weights, measure)
     kept = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
     if not kept:
@@ -63,8 +63,8 @@ def test_not_finite_is_left_out_and_counted():
 
 
 def test_examples_that_are_not_known_weigh_nothing():
-    values = {"personal": {"test": [0.2, 0.6]}}
-    run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, accuracy=values)], {})
+    measured = block_of({"accuracy": {"personal": {"test": [0.2, 0.6]}}})
+    run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, measured=measured)], {})
     scores = run.measurements.over_clients("accuracy", "personal")
     assert math.isnan(scores["weighted"].iloc[0])
 

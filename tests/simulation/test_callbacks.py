@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from blocks import block_of
 from fedlowrank import Callback, EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.simulation.digest import write_sealed
-from fedlowrank.simulation.evaluation import Evaluation
+from fedlowrank.simulation.measurements import Block
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 from fedlowrank.simulation.run import Run
 
@@ -24,10 +25,10 @@ CURVE = [0.2, 0.5, 0.4, 0.6, 0.55, 0.6, 0.3, 0.58, 0.7, 0.7, 0.7, 0.7]
 def by_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations that follow the curve, whatever the models are."""
 
-    def evaluation(run: Run) -> Evaluation:
+    def evaluation(run: Run) -> Block:
         row: list[float | None] = [CURVE[run.round]] * len(run.federation.infos)
         table = {"global": {"train": row, "val": row, "test": row}}
-        return Evaluation(table, table, None, None)
+        return block_of({"accuracy": table, "loss": table})
 
     monkeypatch.setattr(Run, "evaluation", evaluation)
 
@@ -154,7 +155,7 @@ def test_several_callbacks_and_the_last_round_is_evaluated(tmp_path: Path) -> No
     found = run(tmp_path / "run", on_round=[second, lambda record: None], evaluate_every=4, resume=True)
     assert first.seen == [[], 0, 1, 2, 3, False]
     assert second.seen == [[0, 1, 2, 3], 4, 5, True]
-    assert [r.risk is not None for r in found.rounds] == [True, True, False, False, True, True]
+    assert [r.is_evaluated for r in found.rounds] == [True, True, False, False, True, True]
     # the true accuracy of the last model, and the same in the folder
     client = found.run.federation.clients[0].test
     module = torch.nn.Linear(3, 2)

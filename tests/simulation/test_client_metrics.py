@@ -18,6 +18,7 @@ import sklearn.metrics
 import torch
 from torch import nn
 
+from blocks import tables_of
 from fedlowrank import EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
@@ -71,8 +72,8 @@ def check(
     record: RoundRecord, name: str, split: str, expected: list[float | None], rel: float = 1e-5
 ) -> None:
     """Assert the values of a metric, which records hold to six digits."""
-    assert record.metrics is not None
-    found = record.metrics[name]["personal"][split]
+    assert record.is_evaluated
+    found = record.values(name, split, "personal")
     assert [v is None for v in found] == [v is None for v in expected], name
     for value, right in zip(found, expected, strict=True):
         assert value == (None if right is None else pytest.approx(right, rel=rel, abs=1e-6)), name
@@ -128,8 +129,8 @@ EXPECTED: dict[str, Callable[[np.ndarray, np.ndarray], float | None]] = {
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])
 def test_values_by_hand(engine: str, method: str) -> None:
     result = simulate(method, federation(), rounds=2, engine=engine, metrics=NAMED)
-    assert result.rounds[-1].metrics is not None
-    assert list(result.rounds[-1].metrics) == NAMED
+    assert result.rounds[-1].is_evaluated
+    assert result.rounds[-1].measured.metrics == NAMED
     for split in ("val", "test"):
         clients = own_scores(result.run, split)
         assert [len(y) for _, y in clients].count(0) == (split == "test")
@@ -144,7 +145,7 @@ def test_balanced_accuracy_and_auroc_are_scikit_learn_s_where_all_classes_are_pr
     result = simulate("fedavg", federation(), rounds=1, metrics=["balanced_accuracy", "auroc"])
     s, y = own_scores(result.run, "val")[0]
     assert len({*y.tolist()}) == CLASSES
-    found = result.rounds[-1].metrics or {}
+    found = tables_of(result.rounds[-1].measured)
     balanced = sklearn.metrics.balanced_accuracy_score(y, s.argmax(1))
     assert found["balanced_accuracy"]["personal"]["val"][0] == pytest.approx(balanced, rel=1e-5)
     area = sklearn.metrics.roc_auc_score(y, probabilities(s), multi_class="ovr")
@@ -164,8 +165,8 @@ def test_regression() -> None:
 
 def test_nothing_is_measured_unless_asked_for() -> None:
     record = simulate("fedavg", federation(), rounds=1).rounds[-1]
-    assert record.metrics is None
-    assert "metrics" not in json.loads(record.to_json())
+    assert record.measured is not None
+    assert record.measured.metrics == []
 
 
 def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
@@ -177,21 +178,25 @@ def test_a_subset_of_clients_a_resume_and_the_file(tmp_path: Path) -> None:
     assert [r.untimed() for r in RunRecord.load(tmp_path / "run").rounds] == [
         r.untimed() for r in whole.rounds
     ]
-    evaluated = whole.rounds[-1].evaluated
-    assert evaluated is not None
+    assert whole.rounds[-1].measured is not None
+    evaluated = whole.rounds[-1].measured.clients
     (*_, line) = gzip.decompress((tmp_path / "run" / METRICS).read_bytes()).splitlines()
-    stored = json.loads(line)["metrics"]["ece"]["personal"]["test"]
-    assert len(stored) == 3
+    (stored,) = (
+        c["values"]
+        for c in json.loads(line)["measured"]["columns"]
+        if (c["name"], c["series"], c["split"]) == ("ece", "personal", "test")
+    )
+    assert len(stored) == len(evaluated) == 3
     expected = [calibration(s, y) if len(y) else None for s, y in own_scores(whole.run, "test")]
-    check(whole.rounds[-1], "ece", "test", [v if i in evaluated else None for i, v in enumerate(expected)])
-    assert stored == [whole.rounds[-1].metrics["ece"]["personal"]["test"][i] for i in evaluated]  # type: ignore[index]
+    check(whole.rounds[-1], "ece", "test", [expected[i] for i in evaluated])
+    assert stored == whole.rounds[-1].values("ece", "test", "personal")
 
 
 @pytest.mark.full
 def test_more_metrics_in_a_resumed_run(tmp_path: Path) -> None:
     simulate("fedavg", federation(), rounds=1, folder=tmp_path / "run")
     more = simulate("fedavg", federation(), rounds=2, folder=tmp_path / "run", resume=True, metrics=["ece"])
-    assert [r.metrics is None for r in more.rounds] == [True, True, False]
+    assert [r.values("ece") == [] for r in more.rounds] == [True, True, False]
 
 
 OWN = """
@@ -230,7 +235,7 @@ def test_a_function_of_the_user_s(own: str) -> None:
     largest = [int(y.max()) or None if len(y) else None for y in labels]
     assert largest[2:4] == [None, None]
     check(result.rounds[-1], names[0], "test", [None if v is None else float(v) for v in largest])
-    missing = result.rounds[-1].metrics[names[1]]["personal"]["test"]  # type: ignore[index]
+    missing = result.rounds[-1].values(names[1])
     assert [v if v is None else math.isnan(v) for v in missing] == [True, True, True, None, True, True]
 
 
@@ -406,10 +411,10 @@ def test_functions_are_metrics(tmp_path: Path) -> None:
         metrics=["macro_f1", worst_recall, Above(0.5)],
         folder=tmp_path / "r",
     )
-    assert list(found.rounds[-1].metrics or {}) == ["macro_f1", "worst_recall", "Above"]
+    assert found.rounds[-1].measured.metrics == ["macro_f1", "worst_recall", "Above"]
     for split in ("val", "test"):
         for name, metric in (("worst_recall", worst_recall), ("Above", Above(0.5))):
-            got = (found.rounds[-1].metrics or {})[name]["personal"][split]
+            got = found.rounds[-1].values(name, split, "personal")
             wanted = [metric(*both) if len(both[1]) else None for both in own_scores(found.run, split)]
             assert [a is None for a in got] == [b is None for b in wanted]
             assert [a for a in got if a is not None] == pytest.approx(
@@ -422,7 +427,7 @@ def test_functions_are_metrics(tmp_path: Path) -> None:
     more = simulate(
         "fedavg", federation(), rounds=3, metrics=[worst_recall], folder=tmp_path / "r", resume=True
     )
-    assert list(more.rounds[-1].metrics or {}) == ["worst_recall"]
+    assert more.rounds[-1].measured.metrics == ["worst_recall"]
 
 
 def f1_macro(scores: Any, targets: Any) -> float:

@@ -91,11 +91,12 @@ def by_hand(run: Run, split: str, scores: Callable[[Any, Tensor], Tensor]) -> tu
 
 
 def compare(record: RoundRecord, series: str, split: str, expected: tuple[list[Any], list[Any]]) -> None:
-    assert record.accuracy is not None
-    assert record.risk is not None
-    for found, wanted in zip((record.accuracy, record.risk), expected, strict=True):
-        assert [v is None for v in found[series][split]] == [v is None for v in wanted]
-        for value, right in zip(found[series][split], wanted, strict=True):
+    assert record.is_evaluated
+    assert record.is_evaluated
+    for name, wanted in zip(("accuracy", "loss"), expected, strict=True):
+        found = record.values(name, split, series)
+        assert [v is None for v in found] == [v is None for v in wanted]
+        for value, right in zip(found, wanted, strict=True):
             assert value == (None if right is None else pytest.approx(right, rel=1e-5))
 
 
@@ -173,11 +174,10 @@ def test_a_module_that_draws_random_numbers_sees_the_draws_of_each_client(
     assert "draws random numbers" in caplog.text
     # a client's numbers do not depend on who else is evaluated
     alone = simulate("fedavg", federation(noisy), rounds=1, evaluate_clients=1)
-    (only,) = alone.rounds[-1].evaluated or []
+    assert alone.rounds[-1].measured is not None
+    (only,) = alone.rounds[-1].measured.clients
     assert alone.accuracy()[only] == together.accuracy()[only]
-    assert (
-        alone.rounds[-1].risk["personal"]["test"][only] == together.rounds[-1].risk["personal"]["test"][only]
-    )  # type: ignore[index]
+    assert alone.rounds[-1].values("loss") == [together.rounds[-1].values("loss")[only]]
 
 
 def test_a_hook_sees_the_examples_of_one_client_at_a_time() -> None:
@@ -201,18 +201,20 @@ def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(t
     run: dict[str, Any] = {"rounds": 3, "evaluate_clients": 6, "representations": 0}
     result = simulate("fedavg", made, folder=tmp_path / "run", **run)
     everyone = simulate("fedavg", made, rounds=3).rounds
-    chosen = result.rounds[0].evaluated
-    assert chosen is not None
+    assert result.rounds[0].measured is not None
+    chosen = result.rounds[0].measured.clients
     assert len(set(chosen)) == 6
     for found, whole in zip(result.rounds, everyone, strict=True):
-        assert found.evaluated == chosen
-        for kind in ("accuracy", "risk"):
-            few, all_ = (getattr(r, kind)["personal"]["test"] for r in (found, whole))
-            assert [few[i] for i in chosen] == pytest.approx([all_[i] for i in chosen], rel=1e-5)
-            assert all(few[i] is None for i in range(40) if i not in chosen)
+        assert found.measured is not None
+        assert found.measured.clients == chosen
+        for kind in ("accuracy", "loss"):
+            everybody = whole.values(kind)
+            assert found.values(kind) == pytest.approx([everybody[i] for i in chosen], rel=1e-5)
+    assert [i for i, v in enumerate(result.accuracy()) if v is not None] == chosen
     # on the disk a record holds the numbers of those clients alone, and is read back whole
     assert RunRecord.load(tmp_path / "run").rounds == result.rounds
-    assert b"null" not in b"".join(read_lines(tmp_path / "run")).split(b'"routes"')[0]
+    for line in read_lines(tmp_path / "run"):
+        assert b"null" not in line.split(b'"measured":')[1].split(b'"ranks"')[0]
 
 
 @pytest.mark.full
@@ -283,7 +285,7 @@ def test_an_interval_is_the_same_after_a_resume(tmp_path: Path) -> None:
     again = simulate("fedavg", made, folder=tmp_path / "run", resume=True, **settings)
     assert whole.run.evaluate_every == 2
     assert [r.untimed() for r in again.rounds] == [r.untimed() for r in whole.rounds]
-    assert [r.round for r in whole.rounds if r.accuracy is None] == list(range(3, 100, 2))
+    assert [r.round for r in whole.rounds if not r.is_evaluated] == list(range(3, 100, 2))
 
 
 @pytest.mark.full
@@ -321,5 +323,4 @@ def test_a_method_of_one_model_makes_it_once_for_all_clients(states_one_model: b
     assert found is not None
     plain = Run(FedAvg(), federation(linear), RunSettings(rounds=1), Sequential()).evaluation()
     assert plain is not None
-    assert found.accuracy == plain.accuracy
-    assert found.risk == plain.risk
+    assert found == plain

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from blocks import tables_of
 from fedlowrank import SGD, Federation, average_by_examples, load_rounds, load_runs, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.methods import Ditto, FedAvg
 from fedlowrank.report import comparison
 from fedlowrank.simulation.frames import client_frame, rounds_frame
-from fedlowrank.simulation.measurements import Measurements
+from fedlowrank.simulation.measurements import Block, Column, Measurements
 from fedlowrank.simulation.progress import describe_record
 from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
 
@@ -66,16 +67,16 @@ def test_all_values_are_those_of_the_files(runs: Path) -> None:
     for run, method, seed in (("a/fedavg-s0", "fedavg", 0), ("b", "fml", 1)):
         people = json.loads((runs / run / "clients.json").read_text())
         for line in lines_of(runs / run):
-            for series, splits in line["accuracy"].items():
+            tables = tables_of(RoundRecord.from_json(json.dumps(line)).measured)
+            for series, splits in tables["accuracy"].items():
                 for split, values in splits.items():
                     for client, accuracy in enumerate(values):
                         row = rows[run, line["round"], client, series, split]
                         assert (row["method"], row["seed"]) == (method, seed)
                         assert row["unseen"] == people[client]["unseen"]
                         assert row["n"] == people[client][split]
-                        stored = {"accuracy": accuracy, "loss": line["risk"][series][split][client]}
-                        more = line.get("metrics") or {"ece": {series: {split: [None] * 3}}}
-                        stored["ece"] = more["ece"][series][split][client]
+                        stored = {"accuracy": accuracy, "loss": tables["loss"][series][split][client]}
+                        stored["ece"] = tables["ece"][series][split][client] if "ece" in tables else None
                         for name, value in stored.items():
                             assert row[name] == value or (value is None and math.isnan(row[name])), name
                         expected += 1
@@ -91,7 +92,7 @@ def test_the_last_round_and_one_folder(runs: Path) -> None:
     last = load_runs(runs, last=True)
     assert last.groupby("run")["round"].unique().map(list).to_dict() == {"a/fedavg-s0": [2], "b": [1]}
     (line,) = lines_of(runs / "b")[-1:]
-    values = [v for v in line["accuracy"]["personal"]["test"] if v is not None]
+    values = [v for v in column(line, "personal") if v is not None]
     mine = load_runs(runs / "b", last=True).query("split == 'test'")
     assert mine["accuracy"].mean() == pytest.approx(sum(values) / len(values))
     assert mine["run"].unique().tolist() == ["b"]
@@ -128,9 +129,9 @@ CLIENTS = [{"id": 0}, {"id": 1}, {"id": 2}, {"id": 3, "hostile": True}]
 
 def test_missing_is_not_diverged_and_some_clients_have_no_row() -> None:
     nothing = RoundRecord(round=0)
-    table = {"personal": {"test": [0.5, None, None, 0.25]}}
-    loss: Any = {"personal": {"test": [math.nan, None, None, 2.0]}}
-    record = RoundRecord(round=1, accuracy=table, risk=loss, evaluated=[0, 1, 3])
+    rows = {"accuracy": [0.5, None, 0.25], "loss": [math.nan, None, 2.0]}
+    columns = [Column(name, "personal", "test", values) for name, values in rows.items()]
+    record = RoundRecord(round=1, measured=Block([0, 1, 3], columns))
     found = client_frame(Measurements.of([nothing, record], CLIENTS))
     assert found["client"].tolist() == [0, 1, 3]
     assert found["hostile"].tolist() == [False, False, True]
@@ -152,10 +153,22 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def column(line: Any, series: str) -> list[Any]:
+    """Test accuracies of a series, from the file's own JSON."""
+    key = {"name": "accuracy", "series": series, "split": "test"}
+    (found,) = (c["values"] for c in line["measured"]["columns"] if key.items() <= c.items())
+    assert line["measured"]["clients"] == [*range(len(found))]
+    return list(found)
+
+
+def series_of(line: Any) -> list[str]:
+    return list(dict.fromkeys(c["series"] for c in line["measured"]["columns"] if c["name"] == "accuracy"))
+
+
 def by_hand(folder: Path, series: str, *, weighted: bool = False) -> float:
     """Mean test accuracy of one model over the clients that train, from the file's own JSON."""
     people = json.loads((folder / "clients.json").read_text())
-    values = lines_of(folder)[-1]["accuracy"][series]["test"]
+    values = column(lines_of(folder)[-1], series)
     pairs = [
         (v, p["test"] if weighted else 1)
         for v, p in zip(values, people, strict=True)
@@ -166,7 +179,7 @@ def by_hand(folder: Path, series: str, *, weighted: bool = False) -> float:
 
 def test_a_mean_is_that_of_one_model_and_of_the_report(two_models: Path) -> None:
     folders = [two_models / f"ditto-s{seed}" for seed in (0, 1)]
-    headline, other = lines_of(folders[0])[-1]["accuracy"]
+    headline, other = series_of(lines_of(folders[0])[-1])
     mine, others = ([by_hand(f, series) for f in folders] for series in (headline, other))
     assert mine != others
     found = load_runs(two_models, last=True).query("split == 'test' and not unseen")
@@ -184,7 +197,7 @@ def test_a_mean_is_that_of_one_model_and_of_the_report(two_models: Path) -> None
 
 def test_means_by_examples(two_models: Path) -> None:
     folders = [two_models / f"ditto-s{seed}" for seed in (0, 1)]
-    headline = next(iter(lines_of(folders[0])[-1]["accuracy"]))
+    headline = series_of(lines_of(folders[0])[-1])[0]
     expected = [by_hand(f, headline, weighted=True) for f in folders]
     last = load_runs(two_models, last=True)
     found = average_by_examples(last.query("split == 'test' and not unseen"), ["method", "seed"])
@@ -210,14 +223,14 @@ def test_clients_outside_training_are_in_no_mean() -> None:
     how: dict[str, Any] = {"rounds": 2, "unseen": 0.34, "evaluate_every": 1}
     result = simulate("standalone", federation(5), **how)
     record, unseen = result.rounds[-1], result.run.draws.unseen
-    assert record.accuracy is not None
-    values = next(iter(record.accuracy.values()))
+    assert record.is_evaluated
+    values = {split: record.values("accuracy", split) for split in ("val", "test")}
     for split, found in (("val", record.validation()), ("test", result.mean_accuracy())):
         known = [v for i, v in enumerate(values[split]) if v is not None and i not in unseen]
         everyone = [v for v in values[split] if v is not None]
         assert found == pytest.approx(sum(known) / len(known))
         assert found != pytest.approx(sum(everyone) / len(everyone))
-    assert RoundRecord.from_json(record.to_json(), 3).validation() == record.validation()
+    assert RoundRecord.from_json(record.to_json()).validation() == record.validation()
     assert f"{100 * result.mean_accuracy():.1f} %" in describe_record(record)
 
 
@@ -243,12 +256,12 @@ def test_results_of_the_best_round_by_validation() -> None:
         rounds=6,
         evaluate_every=1,
     )
-    means = [sum(r.accuracy["personal"]["val"]) / 3 for r in found.rounds if r.accuracy]
+    means = [sum(r.values("accuracy", "val", "personal")) / 3 for r in found.rounds]
     best = means.index(max(means))
     assert (found.best_round, best < 6) == (best, True)
-    assert found.accuracy(at="best") == found.rounds[best].accuracy["personal"]["test"]
+    assert found.accuracy(at="best") == found.rounds[best].values("accuracy", "test", "personal")
     assert found.mean_accuracy(at="best") == pytest.approx(sum(found.accuracy(at="best")) / 3)
-    assert found.accuracy() == found.rounds[-1].accuracy["personal"]["test"]
+    assert found.accuracy() == found.rounds[-1].values("accuracy", "test", "personal")
     with pytest.raises(ConfigError, match="Did you mean 'best'"):
         found.mean_accuracy(at="bset")
     without = simulate(

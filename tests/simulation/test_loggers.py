@@ -105,9 +105,9 @@ def expected(records: list[RoundRecord]) -> dict[tuple[str, int], float]:
         found["bytes/total", r.round] = total
         found |= {(f"seconds/{kind}", r.round): value for kind, value in r.seconds.items()}
         found |= {(f"loss/{name}", r.round): value for name, value in r.loss.items()}
-        for table, tag in ((r.accuracy, "accuracy"), (r.risk, "loss")):
-            for split, row in (table or {}).get("personal", {}).items():
-                known = [value for value in row if value is not None]
+        for tag in ("accuracy", "loss"):
+            for split in ("val", "test"):
+                known = [value for value in r.values(tag, split, "personal") if value is not None]
                 if known:
                     found[f"{tag}/personal/{split}", r.round] = sum(known) / len(known)
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blocks import block_of, tables_of
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.methods import METHODS
 from fedlowrank.simulation.measurements import Measurements, mean_over_clients, summarize
@@ -24,7 +25,7 @@ CLIENTS: list[dict[str, Any]] = [
 
 def table(values: list[float | None], name: str = "accuracy") -> Measurements:
     found = Measurements(CLIENTS)
-    found.append_clients(1, name, values, series="own", split="test")
+    found.append_clients(1, block_of({name: {"own": {"test": values}}}))
     return found
 
 
@@ -65,14 +66,16 @@ def test_a_round_is_not_better_for_a_client_that_diverged() -> None:
     assert mean_over_clients([None, None]) is None
     assert math.isnan(mean_over_clients([1.0, math.inf]) or 0.0)
     first, second = (
-        RoundRecord(t, risk={"own": {"val": [loss, 1.0]}}) for t, loss in ((0, math.nan), (1, 1.0))
+        RoundRecord(t, measured=block_of({"loss": {"own": {"val": [loss, 1.0]}}}))
+        for t, loss in ((0, math.nan), (1, 1.0))
     )
     assert (first.validation(), second.validation()) == (-math.inf, -1.0)
 
 
 def test_the_best_round_comes_after_one_whose_loss_is_not_finite(small_run: Result) -> None:
     rounds = [
-        RoundRecord(t, risk={"own": {"val": [loss]}}) for t, loss in enumerate((math.nan, 3.0, 2.0, 2.5))
+        RoundRecord(t, measured=block_of({"loss": {"own": {"val": [loss]}}}))
+        for t, loss in enumerate((math.nan, 3.0, 2.0, 2.5))
     ]
     assert Result(small_run.run, rounds).best_round == 2
 
@@ -97,17 +100,14 @@ def test_every_number_of_the_records_is_a_row(small_run: Result) -> None:
     assert len(known) == len(frame)
     expected: dict[tuple[int, int, str, str, str], float] = {}
     for record in small_run.rounds:
-        tables = {"accuracy": record.accuracy, "loss": record.risk, **(record.metrics or {})}
-        for name, of in tables.items():
-            for series, splits in (of or {}).items():
+        for name, of in tables_of(record.measured).items():
+            for series, splits in of.items():
                 for split, values in splits.items():
                     expected |= {
                         (record.round, i, series, split, name): v
                         for i, v in enumerate(values)
                         if v is not None
                     }
-        for series, sizes in (record.parameters or {}).items():
-            expected |= {(record.round, i, series, "", "parameters"): n for i, n in enumerate(sizes)}
         for name in ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops"):
             expected[record.round, -1, "", "", name] = getattr(record, name)
         for name, numbers in (

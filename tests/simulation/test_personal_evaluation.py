@@ -79,16 +79,15 @@ def test_every_series_is_that_of_a_client_alone(method: str) -> None:
     made = federation(linear_head, clients=20)
     result = simulate(method, made, rounds=2, participation=0.4)
     record = result.rounds[-1]
-    assert record.accuracy is not None
-    assert record.risk is not None
+    assert record.is_evaluated
     for info, data in zip(made.infos, made.clients, strict=True):
-        alone = evaluate_client(result.run.local_model(info), data)
-        assert alone.risk.keys() == record.risk.keys()
-        for series, of in alone.risk.items():
-            for split, value in of.items():
-                found = record.risk[series][split][info.id]
-                assert found == (None if value is None else pytest.approx(value, rel=1e-5))
-                assert record.accuracy[series][split][info.id] == alone.accuracy[series][split]
+        alone = evaluate_client(result.run.local_model(info), info, data)
+        assert alone.series("loss") == record.series("loss")
+        for column in alone.columns:
+            found, (value,) = record.values(column.name, column.split, column.series)[info.id], column.values
+            if column.name == "loss" and value is not None:
+                value = pytest.approx(value, rel=1e-5)
+            assert found == value
 
 
 def linear_head() -> nn.Module:

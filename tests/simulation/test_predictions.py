@@ -10,6 +10,7 @@ import sklearn.metrics
 import torch
 from torch import nn
 
+from blocks import tables_of
 from fedlowrank import METHODS, SGD, Federation, simulate
 from fedlowrank.core.errors import ConfigError, DataError
 
@@ -41,10 +42,11 @@ def federation() -> Federation:
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "per_fedavg", "ditto", "fedslr"])
 def test_their_accuracy_is_the_recorded_one_exactly(method: str) -> None:
     result = simulate(METHODS[method](optimizer=SGD(lr=0.5)), federation(), rounds=2)
-    tables = [*(result.rounds[-1].accuracy or {}).values()]
+    by_series = tables_of(result.rounds[-1].measured)["accuracy"]
+    tables = [*by_series.values()]
     assert len(tables) == (1 if method in ("fedavg", "fedper") else 2)
     assert method not in ("ditto", "fedslr") or tables[0] != tables[1]
-    for series, splits in (result.rounds[-1].accuracy or {}).items():
+    for series, splits in by_series.items():
         for split, recorded in splits.items():
             found = result.predictions(split=split, series=series).groupby("client")["correct"].mean()
             assert found.to_dict() == {i: a for i, a in enumerate(recorded) if a is not None}

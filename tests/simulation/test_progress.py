@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from blocks import block_of
 from fedlowrank.simulation import progress
 from fedlowrank.simulation.progress import bar, run_label
 from fedlowrank.simulation.records import RoundRecord
 
 
 def record(round: int) -> RoundRecord:
-    accuracy = {"personal": {"test": [0.5, 1.0, None]}} if round % 2 == 0 else None
-    return RoundRecord(round=round, accuracy=accuracy)
+    measured = block_of({"accuracy": {"personal": {"test": [0.5, 1.0, None]}}})
+    return RoundRecord(round=round, measured=measured if round % 2 == 0 else None)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, [0, 1, 2, 3]), (3600.0, [3])])

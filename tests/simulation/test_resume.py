@@ -682,7 +682,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_records_are_lost(
     for t, record in kept.items():
         if record.restored:
             assert (t, record.steps) == (3, 0)
-            assert record.accuracy == whole.rounds[t].accuracy
+            assert record.measured == whole.rounds[t].measured
         else:
             assert record.untimed() == whole.rounds[t].untimed()
     assert RunRecord.load(folder).missing == tuple(lost)

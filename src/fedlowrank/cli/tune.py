@@ -163,8 +163,8 @@ def _require_series(outcomes: Sequence[Outcome], series: str | None) -> None:
     finished = [outcome.run.folder for outcome in outcomes if outcome.state == "finished"]
     if series is None or not finished:
         return
-    tables = [record.accuracy or {} for folder in finished for record in RunRecord.load(folder).rounds[-1:]]
-    known = {name for table in tables for name in table}
+    last = [record for folder in finished for record in RunRecord.load(folder).rounds[-1:]]
+    known = {name for record in last for name in record.series()}
     if series not in known:
         raise ConfigError(
             f"tune.series: no method has the series {series!r}. {did_you_mean(series, sorted(known))}"

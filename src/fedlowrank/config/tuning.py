@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, ConfigError
-from ..simulation.measurements import mean_over_clients
+from ..simulation.measurements import ACCURACY, LOSS, mean_over_clients
 from ..simulation.records import RoundRecord, RunRecord, describe_missing
 from .comparison import PlannedRun
 from .experiment import ExperimentConfig, MethodSettings
@@ -194,12 +194,13 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
 
 
 def _validation(record: RoundRecord, apart: Collection[int], series: str | None) -> ValidationScore | None:
-    for found, is_loss in ((record.accuracy, False), (record.risk, True)):
-        table = found or {}
-        values = table.get(series or "", next(iter(table.values()), {})).get("val", [])
-        mean = mean_over_clients(v for client, v in enumerate(values) if client not in apart)
+    clients = [] if record.measured is None else record.measured.clients
+    for name in (ACCURACY, LOSS):
+        chosen = series if series in record.series(name) else None
+        values = zip(clients, record.values(name, "val", chosen), strict=False)
+        mean = mean_over_clients(v for client, v in values if client not in apart)
         if mean is not None:
-            return ValidationScore(mean, record.round, is_loss)
+            return ValidationScore(mean, record.round, is_loss=name == LOSS)
     return None
 
 

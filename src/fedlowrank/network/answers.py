@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from ..core.method import ClientInfo, Pass
 from ..core.model import Model
 from ..simulation.client_metrics import Metric
-from ..simulation.evaluation import SPLITS, ClientEvaluation
+from ..simulation.evaluation import SPLITS
+from ..simulation.measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block
 from .messages import Answer, MessageError
 from .validation.uploads import RefusedReplyError
 
@@ -81,7 +82,7 @@ def inputs_of(model: Model) -> int:
 
 
 def check_evaluation(
-    evaluation: ClientEvaluation, client: ClientInfo, model: Model, metrics: Mapping[str, Metric]
+    evaluation: Block, client: ClientInfo, model: Model, metrics: Mapping[str, Metric]
 ) -> None:
     """Check that an evaluation is complete and its values are possible; raises RefusedReplyError.
 
@@ -91,29 +92,37 @@ def check_evaluation(
         model: of the client.
         metrics: that it must hold besides accuracy and loss, by name.
     """
-    accuracy, risk, parameters = evaluation.accuracy, evaluation.risk, evaluation.parameters
-    further = evaluation.metrics
-    is_valid = (
-        len(accuracy) > 0
-        and accuracy.keys() == risk.keys() == parameters.keys()
-        and further.keys() == metrics.keys()
-        and all(values.keys() == accuracy.keys() for values in further.values())
-        and all(
-            table.keys() == set(SPLITS)
-            for values in (accuracy, risk, *further.values())
-            for table in values.values()
-        )
-        and all(v is None or 0 <= v <= 1 for table in accuracy.values() for v in table.values())
-        and all(0 <= n <= SLACK * weights_of(model) for n in parameters.values())
+    bounds = {
+        ACCURACY: (0.0, 1.0),
+        PARAMETERS: (0.0, float(SLACK * weights_of(model))),
         # a loss, a metric and a route may be NaN, of a model whose training diverged
+        LOSS: (-math.inf, math.inf),
+        ROUTE: (0.0, 1.0),
+        **{name: (m.bounds[0] - ROUNDING, m.bounds[1] + ROUNDING) for name, m in metrics.items()},
+    }
+    never_nan = (ACCURACY, PARAMETERS)
+    series = evaluation.series()
+    found = [(column.name, column.series, column.split) for column in evaluation.columns]
+    expected = {
+        (name, own, split) for name in (ACCURACY, LOSS, *metrics) for own in series for split in SPLITS
+    }
+    expected |= {(PARAMETERS, own, "") for own in series}
+    expected |= {(ROUTE, str(cluster), "") for cluster in range(len(evaluation.series(ROUTE)))}
+    is_valid = (
+        evaluation.clients == [client.id]
+        and len(series) > 0
+        and len(found) == len(expected)
+        and set(found) == expected
+        and all(len(column.values) == 1 for column in evaluation.columns)
         and not any(
-            v is not None
-            and (v < metrics[name].bounds[0] - ROUNDING or v > metrics[name].bounds[1] + ROUNDING)
-            for name, values in further.items()
-            for table in values.values()
-            for v in table.values()
+            value < bounds[column.name][0]
+            or value > bounds[column.name][1]
+            or (math.isnan(value) and column.name in never_nan)
+            for column in evaluation.columns
+            for value in column.values
+            if value is not None
         )
-        and not any(p < 0 or p > 1 for p in evaluation.routes or ())
+        and not any(None in column.values for column in evaluation.columns if not column.split)
     )
     if not is_valid:
         raise RefusedReplyError(client.id, "its evaluation is impossible")

@@ -39,8 +39,9 @@ from ..engines.sequential import Sequential
 from ..simulation.averaged_statistics import average_statistics
 from ..simulation.client_metrics import choose_metrics
 from ..simulation.digest import check_seal, digest_of, sealed
-from ..simulation.evaluation import ClientEvaluation, evaluate_client
+from ..simulation.evaluation import evaluate_client
 from ..simulation.local_model import LocalModel, local_model
+from ..simulation.measurements import Block
 from ..simulation.participants import Participants
 from ..simulation.preparation import check_parts, placed
 from ..simulation.run_folder import versions
@@ -515,11 +516,12 @@ class ClientRuntime:
         self.audit.refused("evaluation", why)
         return False
 
-    def _evaluation(self, here: LocalModel) -> ClientEvaluation:
+    def _evaluation(self, here: LocalModel) -> Block:
         """What the client's models are worth, as it may leave the site."""
         run, task = self.made.run, self.federation.task(self.made.run.rounds)
         metrics = choose_metrics(run.metrics, self.data.train, task.classes, task.loss)
-        found = evaluate_client(here, self.data, metrics, task.loss)
+        info = self.federation.infos[self.client]
+        found = evaluate_client(here, info, self.data, metrics, task.loss)
         return coarsen(found, self.data) if self.site.evaluation == "rounded" else found
 
     @cached_property

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 
 from ..core.errors import FedlowrankError
-from ..simulation.evaluation import ClientEvaluation
+from ..simulation.measurements import Block
 
 H = TypeVar("H", bound="Header")
 
@@ -149,7 +149,7 @@ class Answer(Header):
     steps: int = 0
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-    evaluation: ClientEvaluation | None = None
+    evaluation: Block | None = None
     parcel: dict[str, str] = field(default_factory=dict)
 
 

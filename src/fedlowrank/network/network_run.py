@@ -14,8 +14,8 @@ from ..core.method import ClientInfo, ServerView
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob
 from ..simulation.devices import Devices
-from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluations
 from ..simulation.inspection import aggregator_of
+from ..simulation.measurements import ROUTE, Block
 from ..simulation.plan import Plan
 from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
@@ -197,11 +197,11 @@ class NetworkRun(Run):
                 found.drop(client, reason)
         return self.engine.boundary(server)
 
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> Block | None:
         """None: the evaluation arrives with the next round trip, see :meth:`late`."""
         return None
 
-    def late(self) -> Evaluation | None:
+    def late(self) -> Block | None:
         """The evaluation of the previous round, from the last round trip."""
         evaluations = self.engine.evaluations
         if not evaluations:
@@ -217,7 +217,7 @@ class NetworkRun(Run):
                     "client %d measures other things than most clients; its evaluation is left out", client
                 )
                 del evaluations[client]
-        return gather_evaluations([evaluations.get(info.id) for info in self.federation.infos])
+        return Block.join([*evaluations.values()])
 
     def finish(self) -> None:
         """Tell the clients that the run is over, so that they commit their states and write their models."""
@@ -247,9 +247,9 @@ class NetworkRun(Run):
         return [{**row, **known.get(row["id"], empty), "classes": {}} for row in super().clients()]
 
 
-def _series_of(evaluation: ClientEvaluation) -> tuple[str, ...] | None:
-    return tuple(evaluation.accuracy)
+def _series_of(evaluation: Block) -> tuple[str, ...] | None:
+    return tuple(evaluation.series())
 
 
-def _clusters_of(evaluation: ClientEvaluation) -> int | None:
-    return None if evaluation.routes is None else len(evaluation.routes)
+def _clusters_of(evaluation: Block) -> int | None:
+    return len(evaluation.series(ROUTE)) or None

@@ -20,7 +20,7 @@ from ..core.method import ClientInfo, Pass, Task
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
 from ..simulation.client_metrics import Metric
-from ..simulation.evaluation import ClientEvaluation
+from ..simulation.measurements import Block
 from ..training.trainer import Meter
 from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
@@ -102,7 +102,7 @@ class NetworkEngine(Engine):
     audit: Audit = Audit()
     signer: OrderSigner | None = None
     evaluate: bool = False
-    evaluations: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
+    evaluations: dict[int, Block] = dataclasses.field(default_factory=dict)
     reset_clients: set[int] = dataclasses.field(default_factory=set)
     evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ from ..core.errors import ConfigError
 from ..core.field_checks import check_arguments
 from ..core.user_code import import_named
 from ..data.federation import Federation
+from .measurements import LOSS
 from .records import RoundRecord
 from .settings import RunSettings
 
@@ -116,9 +117,9 @@ class EarlyStopping(Callback):
         value = self._value(record)
         if value is None:
             # over a network, clients with few examples send none, and who does not reply has none
-            if record.mean("test", is_loss=True) is not None and self._best is None:
+            if record.mean("test", LOSS) is not None and self._best is None:
                 raise ConfigError(NEEDS_VALIDATION)
-            if record.risk is not None:
+            if record.is_evaluated:
                 logger.warning(
                     "round %d: no client has sent a validation, so early stopping does not count it",
                     record.round,
@@ -132,15 +133,14 @@ class EarlyStopping(Callback):
 
     def _value(self, record: RoundRecord) -> float | None:
         """What counts of an evaluation, higher is better; None without evaluation or validation examples."""
-        if self.metric is None or record.risk is None:
+        if self.metric is None or record.measured is None:
             return record.validation()
-        known = record.metrics or {}
-        if self.metric not in known:
-            measured = ", ".join(known) or "no metric"
+        if not record.measured.series(self.metric):
+            measured = ", ".join(record.measured.metrics) or "no metric"
             raise ConfigError(
                 f"EarlyStopping: the run measures {measured} and not {self.metric!r}: add it to metrics"
             )
-        value = record.mean("val", metric=self.metric)
+        value = record.mean("val", self.metric)
         if value is None:
             return None
         return -math.inf if math.isnan(value) else self.sign * value

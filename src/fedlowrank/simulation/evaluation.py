@@ -7,8 +7,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from ..data.federation import Federation
 from ..engines.base import AnyMethod, Engine
 from .client_metrics import Metric
 from .local_model import LocalModel, local_model
-from .records import Accuracy, RoundRecord
+from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
 from .scoring import Scores, ScoringPool, concatenate, measure, measure_each, pool_of
 
 Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
@@ -40,46 +38,6 @@ _NAMED = 5
 """Clients that one warning names."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ClientEvaluation:
-    """What one client's models are worth, and what they take.
-
-    Attributes:
-        accuracy: series by name, the headline first; in each, the number of each split.
-        risk: the mean loss on the same examples, in the same form.
-        parameters: how many numbers the model of each series takes.
-        routes: its share of each cluster, if the method has clusters.
-        metrics: further ones by name, each in the form of the accuracy.
-    """
-
-    accuracy: dict[str, dict[str, float | None]]
-    risk: dict[str, dict[str, float | None]]
-    parameters: dict[str, int]
-    routes: list[float] | None = None
-    metrics: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the models of several clients are worth, and what they take.
-
-    Attributes:
-        accuracy: series by name, the headline first; in each the splits; in each one number a client.
-        risk: the mean loss on the same examples, in the same form.
-        routes: each client's share of each cluster; None if the method has no clusters, or if not all clients
-            are known.
-        parameters: series by name; in each, how many numbers the model of each client takes; None if not all
-            are known.
-        metrics: further ones by name, each in the form of the accuracy.
-    """
-
-    accuracy: Accuracy
-    risk: Accuracy
-    routes: list[list[float]] | None
-    parameters: dict[str, list[int]] | None
-    metrics: dict[str, Accuracy] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -120,14 +78,14 @@ class Evaluator:
         state_of: Callable[[ClientInfo], Any],
         round: int,
         clients: Sequence[ClientInfo] | None = None,
-    ) -> Evaluation:
-        """Accuracy, loss, routes and size of every client's model.
+    ) -> Block:
+        """Accuracy, loss, further metrics, size and shares of clusters of every client's model.
 
         Args:
             server: its state after the round.
             state_of: state of a client, fresh for one that never took part.
             round: counted from 0.
-            clients: whom to evaluate; None for all. The others have None in the place of their numbers.
+            clients: whom to evaluate; None for all.
         """
 
         def model_of(info: ClientInfo) -> LocalModel:
@@ -137,29 +95,27 @@ class Evaluator:
             )
 
         def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
-            return vars(self._evaluate_block(block, model_of))
+            return dataclasses.asdict(self._evaluate_block(block, model_of))
 
-        everyone = self.federation.infos
-        blocks = self._blocks(everyone if clients is None else clients)
+        blocks = self._blocks(self.federation.infos if clients is None else clients)
         self._pools, self._former_pools = {}, self._pools
         found = self.engine.each(work, blocks)
         self._former_pools = {}
-        parts = [([i.id for i in b], Evaluation(**f)) for b, f in zip(blocks, found, strict=True)]
-        evaluation = scatter(parts, len(everyone))
-        self._warn_of_not_finite(evaluation.risk)
-        return evaluation
+        measured = Block.join([Block.from_json(block) for block in found])
+        self._warn_of_not_finite(measured)
+        return measured
 
-    def _warn_of_not_finite(self, risk: Accuracy) -> None:
+    def _warn_of_not_finite(self, measured: Block) -> None:
         """Name once each client with a loss that means leave out."""
         found: dict[int, str] = {}
-        for series, splits in risk.items():
-            for split, row in splits.items():
-                for client, loss in enumerate(row):
-                    if loss is not None and not math.isfinite(loss) and client not in self._not_finite:
-                        n = len(getattr(self.federation.clients[client], split))
-                        examples = f"{n} {split} example{'' if n == 1 else 's'}"
-                        title = self.federation.infos[client].title
-                        found.setdefault(client, f"{title} ({series} model, {examples})")
+        for column in measured.columns:
+            for client, loss in zip(measured.clients, column.values, strict=True):
+                if column.name != LOSS or loss is None or math.isfinite(loss) or client in self._not_finite:
+                    continue
+                n = len(getattr(self.federation.clients[client], column.split))
+                examples = f"{n} {column.split} example{'' if n == 1 else 's'}"
+                title = self.federation.infos[client].title
+                found.setdefault(client, f"{title} ({column.series} model, {examples})")
         self._not_finite |= found.keys()
         if found:
             named = [*found.values()]
@@ -184,7 +140,7 @@ class Evaluator:
 
     def _evaluate_block(
         self, infos: Sequence[ClientInfo], model_of: Callable[[ClientInfo], LocalModel]
-    ) -> Evaluation:
+    ) -> Block:
         groups: dict[Any, list[int]] = {}
         models: dict[Any, LocalModel] = {}
         own = self.task.architectures.values()
@@ -208,18 +164,18 @@ class Evaluator:
                 kind = (model.model, *model.client_model.series)
             kinds.setdefault(kind, []).append((model, places))
         for same in kinds.values():
-            scores = self._score_together([(model, [infos[i] for i in places]) for model, places in same])
+            together = [(model, [infos[place] for place in places]) for model, places in same]
+            scores = self._score_together(together)
             if scores is not None:
-                parts.append(([i for _, places in same for i in places], _of_models(same, scores)))
+                parts.append(_block(together, scores))
                 continue
-            for model, places in same:
-                for place in places:
-                    client = model if len(places) == 1 else model_of(infos[place])
-                    data = self.federation.clients[infos[place].id]
-                    with naming(f"{infos[place].title}, whose examples are evaluated as one batch"):
-                        found = evaluate_client(client, data, self.metrics, self.federation.loss)
-                        parts.append(([place], as_table(found)))
-        return scatter(parts, len(infos))
+            for model, clients in together:
+                for info in clients:
+                    client = model if len(clients) == 1 else model_of(info)
+                    data = self.federation.clients[info.id]
+                    with naming(f"{info.title}, whose examples are evaluated as one batch"):
+                        parts.append(evaluate_client(client, info, data, self.metrics, self.federation.loss))
+        return Block.join(parts)
 
     def _score_together(self, models: Models) -> dict[str, Scores] | None:
         """Scores of models of one module on the splits of their clients, by series.
@@ -284,39 +240,19 @@ class Evaluator:
 
 def evaluate_client(
     client: LocalModel,
+    info: ClientInfo,
     data: ClientData,
     metrics: Mapping[str, Metric] | None = None,
     loss: Loss = AUTO,
-) -> ClientEvaluation:
+) -> Block:
     """What one client's models are worth on its own examples by the loss of the task, with further metrics by name."""
     device = data.train.y.device
     # a layer that is not standard may draw random numbers in evaluation, too
     draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
-    accuracy: dict[str, dict[str, float | None]] = {}
-    risk: dict[str, dict[str, float | None]] = {}
-    further: dict[str, dict[str, dict[str, float | None]]] = {name: {} for name in metrics or ()}
     with torch.inference_mode(), draws:
-        predictors, pool = client.predictors, pool_of(client.model, [getattr(data, s) for s in SPLITS], loss)
-        for name, predict in predictors.items():
-            scores = measure(predict, pool, metrics)
-            accuracy[name] = dict(zip(SPLITS, scores.accuracy, strict=True))
-            risk[name] = dict(zip(SPLITS, scores.risk, strict=True))
-            for metric, values in scores.metrics.items():
-                further[metric][name] = dict(zip(SPLITS, values, strict=True))
-        sizes = {name: client.count_parameters(name) for name in predictors}
-        return ClientEvaluation(accuracy, risk, sizes, client.routes, further)
-
-
-def as_table(found: ClientEvaluation) -> Evaluation:
-    """The evaluation of a single client."""
-
-    def table(values: dict[str, dict[str, float | None]]) -> Accuracy:
-        return {name: {split: [v] for split, v in of.items()} for name, of in values.items()}
-
-    routes = None if found.routes is None else [found.routes]
-    sizes = {name: [count] for name, count in found.parameters.items()}
-    metrics = {name: table(values) for name, values in found.metrics.items()}
-    return Evaluation(table(found.accuracy), table(found.risk), routes, sizes, metrics)
+        pool = pool_of(client.model, [getattr(data, split) for split in SPLITS], loss)
+        scores = {name: measure(predict, pool, metrics) for name, predict in client.predictors.items()}
+        return _block([(client, [info])], scores)
 
 
 def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
@@ -328,84 +264,36 @@ def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -
     }
 
 
-def _of_models(models: Sequence[tuple[LocalModel, Sequence[Any]]], scores: dict[str, Scores]) -> Evaluation:
-    """The evaluation of clients whose models were scored together."""
-
-    def table(values: Callable[[Scores], list[float | None]]) -> Accuracy:
-        width = len(SPLITS)
-        return {
-            name: {split: values(of)[k::width] for k, split in enumerate(SPLITS)}
-            for name, of in scores.items()
-        }
-
-    def metric(name: str) -> Accuracy:
-        return table(lambda of: of.metrics[name])
-
-    def each(value: Callable[[LocalModel], Any]) -> list[Any]:
-        return [v for model, clients in models for v in [value(model)] * len(clients)]
-
-    routes = each(lambda model: model.routes)
-    sizes = {name: each(methodcaller("count_parameters", name)) for name in scores}
-    accuracy, risk = table(lambda of: of.accuracy), table(lambda of: of.risk)
-    metrics = {name: metric(name) for name in next(iter(scores.values())).metrics}
-    return Evaluation(accuracy, risk, None if None in routes else routes, sizes, metrics)
-
-
-def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Evaluation:
-    """One evaluation of several.
-
-    Args:
-        parts: evaluations, each with the places of its clients.
-        count: of places; those that no part fills have None.
-
-    Raises:
-        ValueError: without a part.
-    """
-    if not parts:
-        raise ValueError("no client was evaluated")
-    if len(parts) == 1 and [*parts[0][0]] == [*range(count)]:
-        return parts[0][1]
-    series = parts[0][1].accuracy
-    is_whole = sum(len(places) for places, _ in parts) == count
-
-    def fill(values: Callable[[Evaluation], Sequence[Any]]) -> list[Any]:
-        row: list[Any] = [None] * count
-        for places, part in parts:
-            # a client may measure other series than most
-            for place, value in zip(places, values(part), strict=False):
-                row[place] = value
-        return row
-
-    def table(values: Callable[[Evaluation], Accuracy]) -> Accuracy:
-        def of(name: str, split: str) -> list[float | None]:
-            return fill(lambda part: values(part).get(name, {}).get(split, ()))
-
-        return {name: {split: of(name, split) for split in SPLITS} for name in series}
-
-    def metric(name: str) -> Accuracy:
-        return table(lambda part: part.metrics.get(name, {}))
-
-    has_routes = is_whole and all(part.routes is not None for _, part in parts)
-
-    def sizes_of(name: str) -> list[int]:
-        return fill(lambda part: (part.parameters or {}).get(name, ()))
-
-    return Evaluation(
-        table(lambda part: part.accuracy),
-        table(lambda part: part.risk),
-        fill(lambda part: part.routes or ()) if has_routes else None,
-        {name: sizes_of(name) for name in series} if is_whole else None,
-        {name: metric(name) for name in parts[0][1].metrics},
-    )
+def _block(models: Models, scores: Mapping[str, Scores]) -> Block:
+    """What was measured of clients, given the scores of each series on the splits of one client after another."""
+    tables: dict[str, dict[str, list[float | None]]] = {
+        ACCURACY: {series: of.accuracy for series, of in scores.items()},
+        LOSS: {series: [_shorten(v) for v in of.risk] for series, of in scores.items()},
+    }
+    for name in next(iter(scores.values())).metrics:
+        tables[name] = {series: [_shorten(v) for v in of.metrics[name]] for series, of in scores.items()}
+    columns = [
+        Column(name, series, split, values[k :: len(SPLITS)])
+        for name, of in tables.items()
+        for series, values in of.items()
+        for k, split in enumerate(SPLITS)
+    ]
+    clients = [(model, info.id) for model, infos in models for info in infos]
+    columns += [
+        Column(PARAMETERS, series, "", [model.count_parameters(series) for model, _ in clients])
+        for series in scores
+    ]
+    routes = [model.routes or [] for model, _ in clients]
+    columns += [
+        Column(ROUTE, str(cluster), "", [of[cluster] if cluster < len(of) else None for of in routes])
+        for cluster in range(max(map(len, routes)))
+    ]
+    return Block([i for _, i in clients], columns)
 
 
-def gather_evaluations(found: Sequence[ClientEvaluation | None]) -> Evaluation:
-    """The evaluations of all clients by identifier, None for a client that did not report.
-
-    Raises:
-        ValueError: if none is.
-    """
-    return scatter([([i], as_table(f)) for i, f in enumerate(found) if f is not None], len(found))
+def _shorten(value: float | None) -> float | None:
+    """A loss or metric to six significant digits, of float32's seven: records stay small."""
+    return value if value is None else float(f"{value:.6g}")
 
 
 def _is_close(a: float | None, b: float | None) -> bool:
@@ -413,24 +301,3 @@ def _is_close(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
     return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
-
-
-def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
-    """The record with what was found."""
-    return dataclasses.replace(
-        record,
-        accuracy=found.accuracy,
-        risk=rounded(found.risk),
-        routes=found.routes,
-        parameters=found.parameters,
-        metrics={name: rounded(table) for name, table in found.metrics.items()} or None,
-    )
-
-
-def rounded(risk: Accuracy) -> Accuracy:
-    """Losses or metrics to six significant digits, of float32's seven: records stay small."""
-
-    def short(row: list[float | None]) -> list[float | None]:
-        return [value if value is None else float(f"{value:.6g}") for value in row]
-
-    return {name: {split: short(row) for split, row in of.items()} for name, of in risk.items()}

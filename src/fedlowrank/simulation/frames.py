@@ -190,7 +190,7 @@ def load_runs(folder: str | Path, *, last: bool = False, series: str | None = No
 
 
 def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:
-    return {name for rounds in runs for record in rounds for name in record.accuracy or ()}
+    return {name for rounds in runs for record in rounds for name in record.series()}
 
 
 def load_rounds(folder: str | Path) -> pd.DataFrame:

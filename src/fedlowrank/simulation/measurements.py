@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,78 @@ COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", 
 TRAINING_LOSS = "training_loss"
 """Name of the mean loss of a pass over the steps of a round."""
 
+ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
+"""Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
+
+_ALWAYS = (ACCURACY, LOSS, PARAMETERS, ROUTE)
+
 COLUMNS = ("round", "client", "series", "split", "name", "value")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of several clients.
+
+    Attributes:
+        name: of the number, such as ``accuracy``.
+        series: which of the method's models; of a route, the cluster.
+        split: whose examples it is about; empty if it is about none.
+        values: one of each client; None for a client without one.
+    """
+
+    name: str
+    series: str
+    split: str
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What was measured of some clients at one time: what an evaluation makes and a client's answer carries.
+
+    Attributes:
+        clients: their identifiers.
+        columns: the numbers, the headline series first.
+    """
+
+    clients: list[int]
+    columns: list[Column]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The block of which ``dataclasses.asdict`` made this value."""
+        return cls(list(value["clients"]), [Column(**column) for column in value["columns"]])
+
+    @classmethod
+    def join(cls, blocks: Sequence[Block]) -> Self:
+        """The block of the clients of all, in the order of their identifiers."""
+        places = {i: place for place, i in enumerate(sorted(i for block in blocks for i in block.clients))}
+        rows: dict[tuple[str, str, str], list[float | None]] = {}
+        for block in blocks:
+            for column in block.columns:
+                key = column.name, column.series, column.split
+                row = rows.setdefault(key, [None] * len(places))
+                for i, value in zip(block.clients, column.values, strict=True):
+                    row[places[i]] = value
+        return cls([*places], [Column(*key, values) for key, values in rows.items()])
+
+    def series(self, name: str = ACCURACY) -> list[str]:
+        """The series of a number, the headline first."""
+        return list(dict.fromkeys(column.series for column in self.columns if column.name == name))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the further metrics."""
+        return list(dict.fromkeys(column.name for column in self.columns if column.name not in _ALWAYS))
+
+    def values(
+        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+    ) -> list[float | None]:
+        """A number of each of the clients, by default of the headline; empty if nobody has it."""
+        for column in self.columns:
+            if (column.name, column.split) == (name, split) and series in (None, column.series):
+                return column.values
+        return []
 
 
 def as_row(values: Iterable[float | None]) -> Floats:
@@ -124,7 +196,7 @@ class Measurements:
         self._clients = clients
         self._of_clients: dict[tuple[str, str, str], dict[int, Floats]] = {}
         self._of_rounds: dict[tuple[str, str], dict[int, float]] = {}
-        self._evaluated: dict[int, list[int] | None] = {}
+        self._evaluated: dict[int, list[int]] = {}
 
     @classmethod
     def of(cls, records: Iterable[Measured], clients: Sequence[Mapping[str, Any]]) -> Measurements:
@@ -138,11 +210,13 @@ class Measurements:
         """Append a number of a round."""
         self._of_rounds.setdefault((name, series), {})[round] = value
 
-    def append_clients(
-        self, round: int, name: str, values: Sequence[float | None], *, series: str, split: str = ""
-    ) -> None:
-        """Append a number of each client, None for a client without one."""
-        self._of_clients.setdefault((name, series, split), {})[round] = as_row(values)
+    def append_clients(self, round: int, block: Block) -> None:
+        """Append what was measured of clients; those that are not in the block have no values."""
+        self._evaluated[round] = block.clients
+        for column in block.columns:
+            row = np.full(max([len(self._clients), *(i + 1 for i in block.clients[-1:])]), math.nan)
+            row[block.clients] = as_row(column.values)
+            self._of_clients.setdefault((column.name, column.series, column.split), {})[round] = row
 
     @property
     def clients(self) -> int:
@@ -152,23 +226,19 @@ class Measurements:
     @property
     def all_series(self) -> list[str]:
         """Names of the series of evaluations, the headline first."""
-        return list(dict.fromkeys(s for name, s, _ in self._of_clients if name == "accuracy"))
+        return list(dict.fromkeys(s for name, s, _ in self._of_clients if name == ACCURACY))
 
     def splits(self, round: int, series: str) -> list[str]:
         """The splits on whose examples a series was evaluated in a round."""
         return [
             w
             for (n, s, w), rows in self._of_clients.items()
-            if (n, s) == ("accuracy", series) and round in rows
+            if (n, s) == (ACCURACY, series) and round in rows
         ]
 
     def series(self, name: str, split: str = "test") -> list[str]:
         """The series of a number of clients, the headline first."""
         return [s for n, s, where in self._of_clients if (n, where) == (name, split)]
-
-    def note_evaluation(self, round: int, clients: list[int] | None) -> None:
-        """Note which clients were evaluated in a round; None for all."""
-        self._evaluated[round] = clients
 
     @property
     def evaluated_rounds(self) -> list[int]:
@@ -177,8 +247,7 @@ class Measurements:
 
     def evaluated(self, round: int) -> list[int]:
         """The clients that were evaluated in a round."""
-        known = self._evaluated.get(round)
-        return list(range(len(self._clients))) if known is None else known
+        return self._evaluated.get(round, [])
 
     def row(self, round: int, name: str, series: str, split: str = "") -> Floats | None:
         """A number of each client in a round; None without it."""
@@ -187,8 +256,7 @@ class Measurements:
     @property
     def metrics(self) -> list[str]:
         """Names of the further metrics."""
-        known = ("accuracy", "loss", "parameters", "route")
-        return list(dict.fromkeys(name for name, _, _ in self._of_clients if name not in known))
+        return list(dict.fromkeys(name for name, _, _ in self._of_clients if name not in _ALWAYS))
 
     def of_clients(self, name: str, series: str, split: str = "") -> pd.DataFrame:
         """A number of all clients: a row a round, a column a client; NaN without a value, infinite if not finite."""
@@ -247,7 +315,7 @@ class Measurements:
         places = self.who(who, count)
         found = {t: row[places] for t, row in rows.items() if np.isfinite(row[places]).any()}
         values = np.array(list(found.values()), dtype=np.float64).reshape(len(found), len(places))
-        scores = summarize(values, self.examples(split, count)[places], is_loss=name == "loss")
+        scores = summarize(values, self.examples(split, count)[places], is_loss=name == LOSS)
         return pd.DataFrame(scores, index=list(found))
 
     def mean(self, name: str, series: str, split: str, who: Who = "trained") -> float | None:
@@ -260,15 +328,16 @@ class Measurements:
         return None if math.isnan(mean) else mean
 
     def routes(self) -> dict[int, Floats]:
-        """Shares ``[clients, clusters]`` by round, of the rounds that have them; none for a single cluster."""
-        clusters = self.series("route", "")
+        """Shares ``[clients, clusters]`` by round, where all clients have them; none for a single cluster."""
+        clusters = self.series(ROUTE, "")
         if len(clusters) < 2:
             return {}
-        tables = [self._of_clients["route", cluster, ""] for cluster in clusters]
+        tables = [self._of_clients[ROUTE, cluster, ""] for cluster in clusters]
         if any(tables[0].keys() != table.keys() for table in tables):
             # rounds with other numbers of clusters
             return {}
-        return {t: np.stack([table[t] for table in tables], axis=1) for t in tables[0]}
+        rounds = {t: np.stack([table[t] for table in tables], axis=1) for t in tables[0]}
+        return {t: shares for t, shares in rounds.items() if not np.isnan(shares).any()}
 
     def recovery(self) -> dict[int, float]:
         """Cluster recovery over the clients that can train, by round; empty if fewer than two true clusters are known."""

@@ -22,7 +22,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,9 +36,9 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, parse_json, read_json
 from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
-from .measurements import COSTS, TRAINING_LOSS, Measurements, mean_over_clients
+from .measurements import ACCURACY, COSTS, LOSS, TRAINING_LOSS, Block, Measurements, mean_over_clients
 
-FORMAT = 1
+FORMAT = 2
 
 CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
 """Names of the small files."""
@@ -55,9 +55,6 @@ CHECKPOINTS = "checkpoint/*.checkpoint"
 METRICS = "metrics.jsonl.gz"
 """Name of the file of records. Every line is a gzip member of its own, appended by one write."""
 
-Accuracy = dict[str, dict[str, list[float | None]]]
-"""``accuracy[series][split][i]``: of client i, in [0, 1]; None without examples or classes."""
-
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -69,7 +66,6 @@ class RoundRecord:
         lost: participants whose reply did not arrive or was dropped, with the reason.
         bytes_down: bytes of the encoded messages from the server to the participants.
         bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
-        evaluated: clients that were evaluated; None for all.
         apart: clients that are in no mean of results, because they never train or are hostile; None for none.
         parameters_down: floating-point elements in the messages to the participants.
         parameters_up: floating-point elements in the messages back.
@@ -78,18 +74,11 @@ class RoundRecord:
         seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.
         cpu_seconds: the same in CPU time of this process.
         loss: mean loss over the steps of each pass, over all participants.
-        accuracy: see :data:`Accuracy`; None in rounds without evaluation.
-        risk: the mean loss of every client's model on its own examples, in the same form, to six significant
-            digits; a loss in float32 has seven.
+        measured: what the evaluation found of each client: accuracy, loss, further metrics, size of its model and
+            shares of clusters; None in rounds without evaluation.
         simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
-        metrics: those of ``run.metrics`` by name, each in the same form, to six significant digits; None for
-            a client where a metric is not defined. None as a whole without such metrics or evaluation.
         restored: True if the record was lost and only the evaluation was repeated from a checkpoint: what the
             round cost is not known; else None.
-        routes: of every client its share of each cluster; None if the method has no clusters, or without
-            evaluation.
-        parameters: of each series, how many numbers the model of each client takes
-            (:func:`fedlowrank.linalg.matricize.count_parameters`); None in rounds without evaluation.
         ranks: of the server's low-rank weights by name, after the round.
         observed: what the method says of its server after the round, such as the weight of each client's
             reply.
@@ -107,26 +96,16 @@ class RoundRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
-    accuracy: Accuracy | None = None
-    risk: Accuracy | None = None
-    routes: list[list[float]] | None = None
-    parameters: dict[str, list[int]] | None = None
+    measured: Block | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
-    evaluated: list[int] | None = None
-    metrics: dict[str, Accuracy] | None = None
     simulated_seconds: float | None = None
     apart: list[int] | None = None
     restored: bool | None = None
 
     def to_json(self) -> str:
-        """One line of JSON; of a subset of clients it holds the numbers of those that were evaluated."""
-        fields = self._map_tables(lambda row: [row[i] for i in self.evaluated or ()])
-        for name in ("metrics", "simulated_seconds", "apart", "restored"):
-            if fields[name] is None:
-                # as in the lines of earlier versions
-                del fields[name]
-        return json.dumps(fields, separators=(",", ":"))
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     def to_bytes(self) -> bytes:
         """What is appended to :data:`METRICS`."""
@@ -134,38 +113,36 @@ class RoundRecord:
         return gzip.compress((self.to_json() + "\n").encode(), mtime=0)
 
     @classmethod
-    def from_json(cls, line: str | bytes, clients: int) -> RoundRecord:
-        """Read a line of :meth:`to_json`; raises TypeError or ValueError if it is none.
+    def from_json(cls, line: str | bytes) -> RoundRecord:
+        """Read a line of :meth:`to_json`; raises LookupError, TypeError or ValueError if it is none."""
+        # a third of the time of json.loads
+        fields = from_json(line)
+        measured = fields.pop("measured", None)
+        return cls(**fields, measured=None if measured is None else Block.from_json(measured))
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the models were evaluated after the round."""
+        return self.measured is not None
+
+    def series(self, name: str = ACCURACY) -> list[str]:
+        """The series of a number of clients, the headline first; none without evaluation."""
+        return [] if self.measured is None else self.measured.series(name)
+
+    def values(
+        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+    ) -> list[float | None]:
+        """A number of each client that was evaluated, by default of the headline series.
 
         Args:
-            line: of JSON.
-            clients: of the run, those that were not evaluated included.
+            name: ``"accuracy"``, ``"loss"``, ``"parameters"``, ``"route"`` or one of ``run.metrics``.
+            split: ``"test"`` or ``"val"``; empty for a number that is not about examples.
+            series: which of the method's models; of a route, the cluster.
+
+        Returns:
+            None for a client without such a number; an empty list if nobody has one, or without evaluation.
         """
-        # a third of the time of json.loads
-        short = cls(**from_json(line))
-
-        def scatter(values: list[Any]) -> list[Any]:
-            row: list[Any] = [None] * clients
-            for client, value in zip(short.evaluated or (), values, strict=True):
-                row[client] = value
-            return row
-
-        return cls(**short._map_tables(scatter))
-
-    def _map_tables(self, change: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
-        """The fields, with the lists over clients changed where only some clients were evaluated."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self.evaluated is not None:
-
-            def changed(table: Accuracy) -> Accuracy:
-                return {name: {split: change(row) for split, row in of.items()} for name, of in table.items()}
-
-            for kind in ("accuracy", "risk"):
-                if (table := fields[kind]) is not None:
-                    fields[kind] = changed(table)
-            if self.metrics is not None:
-                fields["metrics"] = {name: changed(table) for name, table in self.metrics.items()}
-        return fields
+        return [] if self.measured is None else self.measured.values(name, split, series)
 
     def validation(self) -> float | None:
         """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
@@ -173,45 +150,34 @@ class RoundRecord:
         The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
         them is not finite.
         """
-        for sign, mean in ((1.0, self.mean("val")), (-1.0, self.mean("val", is_loss=True))):
+        for sign, mean in ((1.0, self.mean("val")), (-1.0, self.mean("val", LOSS))):
             if mean is not None:
                 return -math.inf if math.isnan(mean) else sign * mean
         return None
 
-    def mean(self, split: str, *, is_loss: bool = False, metric: str | None = None) -> float | None:
-        """Mean accuracy, loss or further metric of the headline over the clients that can train and are not hostile.
+    def mean(self, split: str, name: str = ACCURACY) -> float | None:
+        """Mean of a number of the headline over the clients that can train and are not hostile.
 
         Args:
             split: ``"test"`` or ``"val"``.
-            is_loss: the loss and not the accuracy.
-            metric: one of ``metrics`` instead of both.
+            name: of the number, as of :meth:`values`.
 
         Returns:
             It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
             finite.
         """
-        measured, apart = self.risk if is_loss else self.accuracy, set(self.apart or ())
-        if metric is not None:
-            measured = (self.metrics or {}).get(metric)
-        values = next(iter((measured or {}).values()), {}).get(split, [])
-        return mean_over_clients([v for client, v in enumerate(values) if client not in apart])
+        if self.measured is None:
+            return None
+        apart, values = set(self.apart or ()), self.values(name, split)
+        return mean_over_clients(
+            v for i, v in zip(self.measured.clients, values, strict=False) if i not in apart
+        )
 
     def append_to(self, table: Measurements) -> None:
         """Append all numbers to the table of a run."""
         t = self.round
-        if self.accuracy is not None:
-            table.note_evaluation(t, self.evaluated)
-        tables = {"accuracy": self.accuracy, "loss": self.risk, **(self.metrics or {})}
-        for name, of in tables.items():
-            for series, splits in (of or {}).items():
-                for split, values in splits.items():
-                    table.append_clients(t, name, values, series=series, split=split)
-        for series, sizes in (self.parameters or {}).items():
-            table.append_clients(t, "parameters", sizes, series=series)
-        rows = self.routes or []
-        if rows and len({len(row) for row in rows}) == 1:
-            for cluster in range(len(rows[0])):
-                table.append_clients(t, "route", [row[cluster] for row in rows], series=str(cluster))
+        if self.measured is not None:
+            table.append_clients(t, self.measured)
         for name in COSTS:
             table.append(t, name, getattr(self, name))
         if self.simulated_seconds is not None:
@@ -266,7 +232,7 @@ class RunRecord:
         # before the records, for a run that goes on has its records before its checkpoint
         completed = _completed(folder, status)
         try:
-            rounds = [RoundRecord.from_json(line, len(clients)) for line in read_lines(folder)]
+            rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
         except (OSError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{folder / METRICS} is missing or damaged: {error}. Restore it from a copy, or resume the run, "

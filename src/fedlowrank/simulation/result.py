@@ -11,8 +11,9 @@ from ..adapters.deployment import Layout
 from ..adapters.state_dict import full_state_dict
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.tree import Params
+from .evaluation import SPLITS
 from .export import export
-from .measurements import Measurements, mean_over_clients
+from .measurements import ACCURACY, Measurements, mean_over_clients
 from .records import RoundRecord
 from .run import Run
 
@@ -71,13 +72,20 @@ class Result:
         record = (
             next(r for r in self.rounds if r.round == self.best_round) if at == "best" else self.rounds[-1]
         )
-        found = record.accuracy or {}
-        name = next(iter(found), "") if series is None else series
-        if name not in found:
-            raise ConfigError(f"{self.run.method.title} has no series {name!r}. {did_you_mean(name, found)}")
-        if split not in found[name]:
-            raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, found[name])}")
-        return found[name][split]
+        known = record.series()
+        if series is not None and series not in known:
+            raise ConfigError(
+                f"{self.run.method.title} has no series {series!r}. {did_you_mean(series, known)}"
+            )
+        if split not in SPLITS:
+            raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, SPLITS)}")
+        row: list[float | None] = [None] * len(self.run.federation.infos)
+        if record.measured is not None:
+            for client, value in zip(
+                record.measured.clients, record.values(ACCURACY, split, series), strict=True
+            ):
+                row[client] = value
+        return row
 
     def mean_accuracy(
         self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
@@ -10,7 +11,6 @@ from ..core.errors import CheckpointError, FedlowrankError
 from ..core.files import as_checkpoint_error
 from ..trust.budget import LEDGER
 from .callbacks import CallbackList, RoundCallback
-from .evaluation import evaluated
 from .loggers import make_loggers
 from .progress import bar, run_label
 from .records import RoundRecord
@@ -138,7 +138,7 @@ class _Loop:
         reason = self._callbacks(self._records[place])
         if reason and not run.is_over:
             run.stopped = reason
-            if not run.evaluates_late and self._records[-1].risk is None:
+            if not run.evaluates_late and not self._records[-1].is_evaluated:
                 # the last round is always evaluated
                 self._replace_last(run.evaluate_last(self._records[-1]))
                 self._save_best()
@@ -150,7 +150,7 @@ class _Loop:
         """Enter what is only known now into the last record."""
         found = self._run.late()
         if found is not None:
-            self._replace_last(evaluated(self._records[-1], found))
+            self._replace_last(dataclasses.replace(self._records[-1], measured=found))
             self._show(self._records[-1])
 
     def _replace_last(self, record: RoundRecord) -> None:

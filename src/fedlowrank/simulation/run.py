@@ -26,9 +26,10 @@ from .client_metrics import OwnMetrics, choose_metrics
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .devices import DeviceClock, RoundTiming
-from .evaluation import Evaluation, Evaluator, evaluated
+from .evaluation import Evaluator
 from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
+from .measurements import Block
 from .participants import Participants
 from .plan import Plan
 from .preparation import attacked, check_classes, check_parts, counted, placed, usual_examples
@@ -395,12 +396,12 @@ class Run:
         seconds, cpu = {**record.seconds, **clock.wall}, {**record.cpu_seconds, **clock.cpu}
         return dataclasses.replace(found, seconds=seconds, cpu_seconds=cpu)
 
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> Block | None:
         """What the models are worth now; None where it is only known later, see :meth:`late`."""
         t = max(self.round - 1, 0)
         return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated)
 
-    def late(self) -> Evaluation | None:
+    def late(self) -> Block | None:
         """The evaluation of the last round but one, if :meth:`evaluation` did not know it; else None."""
         return None
 
@@ -417,8 +418,6 @@ class Run:
         return dataclasses.replace(record, observed={**record.observed, "backdoor": {"success": rate}})
 
     def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
-        if len(self.evaluated) < len(self.federation.infos):
-            record = dataclasses.replace(record, evaluated=[info.id for info in self.evaluated])
         if self.apart and self.is_due():
             record = dataclasses.replace(record, apart=sorted(self.apart))
         found = None
@@ -430,11 +429,11 @@ class Run:
         # by privacy loss distributions, ε takes as long as a round of a small model
         if self.budget is not None and (found is not None or self.trust.privacy.accountant == "rdp"):
             metrics["privacy"] = self.budget.describe()
-        record = dataclasses.replace(
+        return dataclasses.replace(
             record,
+            measured=found,
             ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
             observed=metrics,
             seconds=clock.wall,
             cpu_seconds=clock.cpu,
         )
-        return record if found is None else evaluated(record, found)

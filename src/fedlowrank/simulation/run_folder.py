@@ -269,14 +269,14 @@ class RunFolder:
         damage = ""
         try:
             lines = read_lines(self.path)
-            found = [RoundRecord.from_json(line, len(self.clients)) for line in lines]
+            found = [RoundRecord.from_json(line) for line in lines]
         except (OSError, zlib.error, ValueError, TypeError, RecursionError) as error:
             damage, found = f": {error}", []
             with as_checkpoint_error(f"cannot read {self.path / METRICS}"):
                 lines = salvage_lines(self.path)
             for line in lines:
                 with contextlib.suppress(ValueError, TypeError, RecursionError):
-                    found.append(RoundRecord.from_json(line, len(self.clients)))
+                    found.append(RoundRecord.from_json(line))
         by_round = {record.round: record for record in found if record.round <= round}
         missing = [t for t in range(round + 1) if t not in by_round]
         if missing:

@@ -27,6 +27,7 @@ from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.client_store import ClientStore
+from ..simulation.measurements import ACCURACY
 from ..simulation.run import Run
 from ..simulation.scoring import ScoringPool, measure
 from ..simulation.settings import RunSettings
@@ -323,7 +324,14 @@ def _unseen(at: Trajectory) -> str | None:
     if not unseen and run.state.clients:
         return "every client took part; nothing was tested"
     found = run.evaluation()
-    values = [series["test"][i.id] for series in found.accuracy.values() for i in unseen] if found else []
+    never_seen = {i.id for i in unseen}
+    values = [
+        value
+        for column in (found.columns if found else [])
+        if found and (column.name, column.split) == (ACCURACY, "test")
+        for client, value in zip(found.clients, column.values, strict=True)
+        if client in never_seen
+    ]
     return (
         None
         if all(v is not None and 0 <= v <= 1 for v in values)

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median_low
 
 from ...core.errors import FedlowrankError
-from ...simulation.records import Accuracy, RoundRecord
+from ...simulation.measurements import ACCURACY, LOSS
+from ...simulation.records import RoundRecord
 from .activity import UpdateShape
 
 
@@ -66,15 +67,16 @@ def find_fall(records: Sequence[RoundRecord], since: int, most: float) -> Fall |
 def _validation(record: RoundRecord, first: RoundRecord) -> dict[int, float]:
     """What each client's model is worth on its validation examples: the more, the better."""
 
-    def row(table: Accuracy | None) -> dict[int, float]:
-        series = next(iter((table or {}).values()), {})
-        return {i: v for i, v in enumerate(series.get("val", ())) if v is not None}
+    def of_clients(record: RoundRecord, name: str) -> dict[int, float]:
+        clients = [] if record.measured is None else record.measured.clients
+        return {i: v for i, v in zip(clients, record.values(name, "val"), strict=False) if v is not None}
 
-    if accuracy := row(record.accuracy):
+    if accuracy := of_clients(record, ACCURACY):
         return accuracy
-    usual = [v for v in row(first.risk).values() if math.isfinite(v) and v > 0]
+    usual = [v for v in of_clients(first, LOSS).values() if math.isfinite(v) and v > 0]
     scale = median_low(usual) if usual else 1.0
-    return {i: -v / scale if math.isfinite(v) else -math.inf for i, v in row(record.risk).items()}
+    losses = of_clients(record, LOSS)
+    return {i: -v / scale if math.isfinite(v) else -math.inf for i, v in losses.items()}
 
 
 def suspects(

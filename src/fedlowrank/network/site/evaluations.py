@@ -7,12 +7,12 @@ hundred evaluations of crafted models read every feature of a small test set. So
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from ...data.dataset import ClientData
-from ...simulation.evaluation import SPLITS, ClientEvaluation
+from ...simulation.measurements import ACCURACY, ROUTE, Block, Column
 
 FEWEST = 20
 """Examples of a split without which no number about it is sent."""
@@ -21,7 +21,7 @@ DIGITS = 3
 """Significant digits of a loss or of a further metric that is sent."""
 
 
-def coarsen(found: ClientEvaluation, data: ClientData) -> ClientEvaluation:
+def coarsen(found: Block, data: ClientData) -> Block:
     """An evaluation as it may leave a site.
 
     Of a split with fewer than :data:`FEWEST` examples no number is sent. An accuracy is rounded to a multiple of
@@ -32,32 +32,28 @@ def coarsen(found: ClientEvaluation, data: ClientData) -> ClientEvaluation:
         found: of a client.
         data: of the client.
     """
-    sizes = {split: len(getattr(data, split)) for split in SPLITS}
-
-    def table(values: Mapping[str, Mapping[str, float | None]], steps: bool = False) -> Any:
-        return {
-            name: {split: _rounded(value, sizes[split], steps) for split, value in of.items()}
-            for name, of in values.items()
-        }
-
-    routes = found.routes
-    if routes is not None:
-        routes = [_significant(p) for p in routes] if len(data.train) >= FEWEST else None
-    return ClientEvaluation(
-        table(found.accuracy, steps=True),
-        table(found.risk),
-        found.parameters,
-        routes,
-        {name: table(values) for name, values in found.metrics.items()},
-    )
+    columns = []
+    for column in found.columns:
+        if column.name == ROUTE and len(data.train) < FEWEST:
+            continue
+        values = [_coarse(column, value, data) for value in column.values]
+        columns.append(dataclasses.replace(column, values=values))
+    return Block(found.clients, columns)
 
 
-def _rounded(value: float | None, examples: int, steps: bool) -> float | None:
-    if value is None or examples < FEWEST:
+def _coarse(column: Column, value: float | None, data: ClientData) -> float | None:
+    """One value as it may leave."""
+    if column.name == ROUTE and value is not None:
+        return _significant(value)
+    if value is None or not column.split:
+        # sizes of models tell nothing of examples
+        return value
+    examples = len(getattr(data, column.split))
+    if examples < FEWEST:
         return None
     if not math.isfinite(value):
         return value
-    return round(value * examples) / examples if steps else _significant(value)
+    return round(value * examples) / examples if column.name == ACCURACY else _significant(value)
 
 
 def coarsen_losses(losses: Mapping[str, float], examples: int) -> dict[str, float]:
