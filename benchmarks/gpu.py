@@ -36,7 +36,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.models.mlp import MLP
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.testing.bench import SUBJECTS, federation
+from fedlowrank.testing.bench import SUBJECTS, bench_federation
 
 
 class Operations(TorchDispatchMode):
@@ -102,7 +102,7 @@ def time_rounds(device: str, rounds: int) -> list[str]:
     rows = []
     for name in ("cnn", "mlp200k"):
         for sample in (10, 40, 100):
-            made, found = federation(SUBJECTS[name]), {}
+            made, found = bench_federation(SUBJECTS[name]), {}
             for engine in ("sequential", "vectorized"):
                 settings = RunSettings(
                     rounds=rounds + 4,
@@ -147,7 +147,7 @@ def time_defaults(device: str, rounds: int) -> list[str]:
 
     rows = []
     for name in ("cnn", "mlp99k"):
-        made = federation(SUBJECTS[name], held_out=6)
+        made = bench_federation(SUBJECTS[name], held_out=6)
         ratio = whole(made) / whole(made, evaluate_every=10**6)
         rows.append(f"| {SUBJECTS[name].title} | {ratio:.2f} |")
         print(rows[-1], flush=True)

@@ -30,8 +30,8 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.network.answers import steps_of
-from fedlowrank.network.validation.norms import NormBound, measure, relative_steps
-from fedlowrank.network.validation.shortening import Strikes, shorten
+from fedlowrank.network.validation.norms import NormBound, measure_norms, relative_steps
+from fedlowrank.network.validation.shortening import Strikes, shorten_upload
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 
@@ -123,7 +123,7 @@ class Bounding(Sequential):
             zip((j.client.id for j in jobs), super().run(method, federation, task, round, jobs), strict=True)
         )
         references = {j.client.id: method.update(j.down, j.client, task).reference for j in jobs}
-        norms = {c: measure(r.upload, references[c]) for c, r in results.items() if r.error is None}
+        norms = {c: measure_norms(r.upload, references[c]) for c, r in results.items() if r.error is None}
         self.replies += len(norms)
         results |= self._bounded(method, federation, round, results, references, norms)
         self.bound.learn(norms, round)
@@ -156,7 +156,7 @@ class Bounding(Sequential):
                 changed[client] = dataclasses.replace(results[client], lost="refused")
             elif client in found:
                 self.shortened += 1
-                upload = shorten(results[client].upload, references[client], found[client].bounds)
+                upload = shorten_upload(results[client].upload, references[client], found[client].bounds)
                 changed[client] = dataclasses.replace(results[client], upload=upload)
         return changed
 

@@ -29,7 +29,7 @@ from fedlowrank.core.optimizer import Schedule
 from fedlowrank.engines import ENGINES
 from fedlowrank.simulation.records import seal_run
 from fedlowrank.simulation.run import Run
-from fedlowrank.testing.bench import SUBJECTS, federation
+from fedlowrank.testing.bench import SUBJECTS, bench_federation
 
 BEFORE = {
     "fedlowrank --help": "4.2 to 5.2 s",
@@ -82,7 +82,7 @@ def evaluations() -> dict[str, list[float]]:
     subject = SUBJECTS["mlp25k"]
     for clients in (100, 1000, 10_000):
         start = time.process_time()
-        made = federation(subject, clients, examples=4, held_out=6)
+        made = bench_federation(subject, clients, examples=4, held_out=6)
         settings = RunSettings(rounds=1, participation=10 / clients, evaluate_clients=clients)
         run = Run(METHODS["fedavg"](), made, settings, ENGINES["sequential"]())
         if clients == 10_000:
@@ -115,7 +115,7 @@ def optimizers() -> dict[str, list[float]]:
     for name, optimizer in kinds.items():
         method = METHODS["fedavg"](batch_size=32, optimizer=optimizer)
         settings = RunSettings(rounds=40, participation=0.1, evaluate_every=10**6)
-        runs[name] = Run(method, federation(SUBJECTS["mlp25k"]), settings, ENGINES["vectorized"]())
+        runs[name] = Run(method, bench_federation(SUBJECTS["mlp25k"]), settings, ENGINES["vectorized"]())
         runs[name].step()
     ratios: dict[str, list[float]] = {name: [] for name in kinds if name != "SGD"}
     for _ in range(15):
@@ -134,7 +134,7 @@ def report() -> dict[str, list[float]]:
     program = str(Path(sys.executable).with_name("fedlowrank"))
     with tempfile.TemporaryDirectory() as base:
         first = Path(base) / "run-0"
-        made = federation(SUBJECTS["mlp25k"], 20, examples=4, held_out=4)
+        made = bench_federation(SUBJECTS["mlp25k"], 20, examples=4, held_out=4)
         simulate(
             "fedavg", made, rounds=1000, folder=first, participation=0.1, evaluate_every=1, representations=0
         )

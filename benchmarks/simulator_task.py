@@ -75,7 +75,7 @@ def federation_of(name: str, clients: int) -> Any:
     from fedlowrank.testing import bench
 
     if name != "lora":
-        return bench.federation(subject(name), clients, EXAMPLES)
+        return bench.bench_federation(subject(name), clients, EXAMPLES)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(TOKENS, (clients, EXAMPLES, 32), generator=generator)
     y = torch.randint(10, (clients, EXAMPLES), generator=generator)

@@ -25,7 +25,7 @@ from fedlowrank.core.errors import TaskError
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.export import export, write
+from fedlowrank.simulation.export import export_model, write
 
 torch.set_num_threads(1)
 
@@ -180,7 +180,7 @@ def test_an_exported_model_is_merged(tmp_path: Path) -> None:
     clients = [(drawn(12, 4).float() + i, torch.arange(12) % 3) for i in range(2)]
     data = Federation.from_arrays(clients, module, head="2", classes=3, seed=0)
     result = simulate(methods.FedAvg(optimizer=SGD(lr=0.5), batch_size=4), data, rounds=2)
-    made, state = export(result.run, 0), result.personal(0)
+    made, state = export_model(result.run, 0), result.personal(0)
     held = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     held.load_state_dict({n: t for n, t in state.items() if "lora" not in n})
     assert bool(state["0.lora_B"].any())
@@ -208,7 +208,7 @@ def test_models_of_lora_methods_are_exported(name: str, tmp_path: Path) -> None:
         params = result.run.personal(data.infos[client])
         x = drawn(6, 4).float()
         expected = data.architectures["model"].apply(params, x)
-        torch.testing.assert_close(export(result.run, client)(x), expected)
+        torch.testing.assert_close(export_model(result.run, client)(x), expected)
 
 
 class Scaled(nn.Linear):

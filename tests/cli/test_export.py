@@ -16,7 +16,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.simulate import reopen, simulate
-from fedlowrank.testing.check import federation
+from fedlowrank.testing.check import small_federation
 
 from .small import SMALL, done, files, refused, write
 
@@ -109,7 +109,7 @@ def test_what_is_not_there_is_said(
 
 
 def test_a_client_that_infers_by_several_models_has_none_to_export() -> None:
-    result = simulate("ensemble", federation(False), rounds=1)
+    result = simulate("ensemble", small_federation(False), rounds=1)
     with pytest.raises(ConfigError, match=r"Ensemble infers by more than one model at client 2"):
         result.deploy(2)
-    assert simulate("floral", federation(False), rounds=1).deploy(2)(torch.zeros(2, 6)).shape == (2, 3)
+    assert simulate("floral", small_federation(False), rounds=1).deploy(2)(torch.zeros(2, 6)).shape == (2, 3)

@@ -17,7 +17,7 @@ from fedlowrank.simulation.plan import Plan
 from fedlowrank.simulation.records import RunRecord, seal_run
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.testing.check import CHECKS, federation
+from fedlowrank.testing.check import CHECKS, small_federation
 
 from .small import SMALL, done, files, refused, write
 
@@ -112,7 +112,7 @@ def test_the_methods_that_plan_their_rounds_are_those_that_say_so() -> None:
 
 @pytest.mark.full
 def test_from_python(tmp_path: Path) -> None:
-    fed = federation(False)
+    fed = small_federation(False)
     simulate("fedavg", fed, rounds=1, folder=tmp_path / "grown")
     grown = simulate("fedavg", fed, rounds=3, folder=tmp_path / "grown", resume=True)
     whole = simulate("fedavg", fed, rounds=3)
@@ -124,7 +124,7 @@ def test_from_python(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_evaluations_keep_the_interval_of_the_first_plan(tmp_path: Path) -> None:
     """Else run.patience, which counts evaluations, would wait for more rounds after an extension than before."""
-    fed, settings = federation(False), RunSettings(rounds=400)
+    fed, settings = small_federation(False), RunSettings(rounds=400)
     simulate("fedavg", fed, rounds=1, folder=tmp_path / "grown")
     grown = Run(FedAvg(), fed, settings, Sequential(), Plan.read(tmp_path / "grown"))
     new = Run(FedAvg(), fed, settings, Sequential())

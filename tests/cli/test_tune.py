@@ -13,7 +13,14 @@ import torch
 
 from blocks import block_of
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.tuning import Setting, ValidationScore, choose, find_edges, plan_tuning, score_run
+from fedlowrank.config.tuning import (
+    Setting,
+    ValidationScore,
+    choose_setting,
+    find_edges,
+    plan_tuning,
+    score_run,
+)
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
@@ -92,17 +99,17 @@ def setting(lr: float, *values: float | None, loss: bool = False) -> Setting:
 
 def test_the_best_mean_is_chosen_and_a_divergence_is_worst() -> None:
     low, middle, high = setting(0.1, 0.9, 0.5), setting(0.2, 0.8, 0.7), setting(0.3, 0.99, None)
-    assert choose([low, middle, high]) is middle
-    assert choose([low, high]) is low
+    assert choose_setting([low, middle, high]) is middle
+    assert choose_setting([low, high]) is low
     # of equal ones the first
-    assert choose([setting(0.05, 0.7, 0.8), middle]).values == {"optimizer.lr": 0.05}  # type: ignore[union-attr]
-    assert choose([high, setting(0.4, None, None)]) is None
+    assert choose_setting([setting(0.05, 0.7, 0.8), middle]).values == {"optimizer.lr": 0.05}  # type: ignore[union-attr]
+    assert choose_setting([high, setting(0.4, None, None)]) is None
     losses = [
         setting(0.1, 2.0, 2.0, loss=True),
         setting(0.2, 1.0, 2.5, loss=True),
         setting(0.3, None, 0.1, loss=True),
     ]
-    assert choose(losses) is losses[1]
+    assert choose_setting(losses) is losses[1]
 
 
 def test_an_optimum_at_the_edge_of_the_grid_is_named() -> None:

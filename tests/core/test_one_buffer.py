@@ -29,7 +29,7 @@ def test_the_bytes_are_those_of_the_library(forms: dict[str, Any], text: str) ->
         n: (torch.arange(torch.Size(shape).numel()) % 2).reshape(shape).to(dtype)
         for n, (shape, dtype) in forms.items()
     }
-    ours = one_buffer.save(made, {"tree": text})
+    ours = one_buffer.safetensors_bytes(made, {"tree": text})
     assert ours == safetensors.torch.save(made, {"tree": text})
     back = safetensors.torch.load(ours)
     assert {n: (t.dtype, t.shape) for n, t in back.items()} == {
@@ -39,7 +39,7 @@ def test_the_bytes_are_those_of_the_library(forms: dict[str, Any], text: str) ->
 
 def test_a_type_that_the_format_does_not_know() -> None:
     with pytest.raises(KeyError):
-        one_buffer.save({"x": torch.zeros(2, dtype=torch.complex128)}, {})
+        one_buffer.safetensors_bytes({"x": torch.zeros(2, dtype=torch.complex128)}, {})
 
 
 @pytest.mark.full

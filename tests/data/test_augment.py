@@ -306,8 +306,8 @@ def test_all_engines_and_a_resumed_run_agree(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], feed.joined
-    monkeypatch.setattr(feed, "joined", lambda batches: seen.append(list(batches)) or pad(batches))
+    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], feed.join_batches
+    monkeypatch.setattr(feed, "join_batches", lambda batches: seen.append(list(batches)) or pad(batches))
     run_of(method, "vectorized", on, 1)
     # those with the most steps first
     for place, client in enumerate((2, 0, 1)):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
 from fedlowrank.core.errors import DataError
-from fedlowrank.data.checks import check_finite
+from fedlowrank.data.checks import check_finite_values
 
 
 class _Counter(TorchDispatchMode):
@@ -69,7 +69,7 @@ def test_a_negative_label_is_named_with_its_client(part: str) -> None:
 
 
 def test_finite_values_whose_sum_overflows_are_accepted() -> None:
-    check_finite("x", torch.full((4, 2), 3e38))
-    check_finite("x", torch.full((4, 2), 6e4, dtype=torch.float16))
+    check_finite_values("x", torch.full((4, 2), 3e38))
+    check_finite_values("x", torch.full((4, 2), 6e4, dtype=torch.float16))
     with pytest.raises(DataError, match=r"2 of 4 examples, first in example 1"):
-        check_finite("x", torch.tensor([0.0, float("inf"), float("-inf"), 1.0])[:, None])
+        check_finite_values("x", torch.tensor([0.0, float("inf"), float("-inf"), 1.0])[:, None])

@@ -26,7 +26,7 @@ from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.mlp import MLP
 from fedlowrank.simulation.export import write as export
-from fedlowrank.simulation.preparation import placed
+from fedlowrank.simulation.preparation import place_data
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.local_data import LocalData
@@ -131,8 +131,8 @@ def parts(of: Federation) -> list[Examples]:
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_packed_federation_holds_the_same_in_a_quarter_of_the_memory(flat: bool) -> None:
     on = federation(flat=flat)
-    packed = on.packed()
-    assert (on.is_packed, packed.is_packed, packed.packed() is packed) == (False, True, True)
+    packed = on.pack_images()
+    assert (on.is_packed, packed.is_packed, packed.pack_images() is packed) == (False, True, True)
     for bytes_, floats in zip(parts(packed), parts(on), strict=True):
         assert isinstance(bytes_.x, Pixels)
         assert bytes_.x.codes.nbytes * 4 == floats.x.nbytes  # type: ignore[union-attr]
@@ -141,10 +141,10 @@ def test_a_packed_federation_holds_the_same_in_a_quarter_of_the_memory(flat: boo
         assert bytes_.y is floats.y
     assert packed.fingerprint() == on.fingerprint()
     assert packed.describe() == on.describe()
-    back = packed.unpacked()
+    back = packed.unpack_images()
     assert not back.is_packed
     assert back.fingerprint() == on.fingerprint()
-    assert on.unpacked() is on
+    assert on.unpack_images() is on
 
 
 def test_the_digest_of_the_examples_is_that_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_the_digest_of_the_examples_is_that_of_whole_tensors(monkeypatch: pytest
                 assert isinstance(t, Tensor)
                 state.update(f"({t.dtype}, {tuple(t.shape)})".encode() + t.numpy().tobytes())
         wanted.append(state.hexdigest())
-    assert on.fingerprint() == on.packed().fingerprint() == wanted
+    assert on.fingerprint() == on.pack_images().fingerprint() == wanted
 
 
 def test_what_clients_share_is_packed_and_moved_once() -> None:
@@ -167,7 +167,7 @@ def test_what_clients_share_is_packed_and_moved_once() -> None:
     shifted = Examples(test.x, (test.y + 1) % 3)
     clients = [dataclasses.replace(c, test=t) for c, t in zip(on.clients, (test, test, shifted), strict=True)]
     shared = dataclasses.replace(on, clients=clients)
-    packed = shared.packed()
+    packed = shared.pack_images()
     moved = packed.to("meta")
     for made in (packed, moved):
         first, second, third = (c.test for c in made.clients)
@@ -185,7 +185,7 @@ def test_what_clients_share_is_packed_and_moved_once() -> None:
 def test_texts_stay_as_they_are() -> None:
     on = Federation.from_arrays([({"input": torch.ones(9, 6)}, torch.arange(9) % 2)], nn.Linear(6, 2))
     with pytest.raises(DataError, match="only images can be stored as bytes; these are named inputs"):
-        on.packed()
+        on.pack_images()
 
 
 def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
@@ -194,14 +194,14 @@ def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
 
     def is_packed(on: Federation, how: str, device: str) -> bool:
         settings: Any = SimpleNamespace(pixels=how, device=device, statistics="local")
-        made = placed(on, settings, said.append)
+        made = place_data(on, settings, said.append)
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed
 
     wanted = {"auto": [False, True], "float32": [False, False], "bytes": [True, True]}
     for how, packed in wanted.items():
         assert [is_packed(images, how, device) for device in ("cpu", "meta")] == packed
-    assert not is_packed(images.packed(), "float32", "cpu")
+    assert not is_packed(images.pack_images(), "float32", "cpu")
     assert not is_packed(table, "auto", "meta")
     assert said == []
     assert not is_packed(table, "bytes", "cpu")
@@ -255,7 +255,7 @@ def test_runs_on_bytes_and_on_float32_are_equal(name: str, engine: str, kind: st
 
 def test_clients_with_tables_of_their_own_are_trained_at_once() -> None:
     on = federation(flat=True, sizes=(16, 16))
-    alone = [dataclasses.replace(on, clients=[c, c]).packed().clients[0] for c in on.clients]
+    alone = [dataclasses.replace(on, clients=[c, c]).pack_images().clients[0] for c in on.clients]
     apart = dataclasses.replace(on, clients=alone)
     assert len({id(c.train.x.table) for c in apart.clients}) == 2  # type: ignore[union-attr]
     method = METHODS["fedavg"](batch_size=8)
@@ -268,7 +268,7 @@ def test_batches_are_the_same_in_memory_too() -> None:
         return ENGINES["sequential"]().trainer(METHODS["fedavg"](batch_size=8), on, 0, on.infos[0]).data
 
     on = federation(augment=AUGMENTS["augmented"])
-    floats, bytes_ = local(on), local(on.packed())
+    floats, bytes_ = local(on), local(on.pack_images())
     pairs = [*zip(floats.batches("local"), bytes_.batches("local"), strict=True)]
     pairs += [*zip(floats.chunks(), bytes_.chunks(), strict=True)]
     assert len(pairs) == 4

@@ -10,13 +10,13 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.testing.check import federation
+from fedlowrank.testing.check import small_federation
 
 
 def run_of(
     method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
 ) -> Run:
-    on = federation(method.heterogeneous) if on is None else on
+    on = small_federation(method.heterogeneous) if on is None else on
     run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
     for _ in range(rounds):
         run.step()

@@ -14,7 +14,7 @@ from fedlowrank import Federation
 from fedlowrank.core import tree
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines import Processes, Sequential, Vectorized, auto
-from fedlowrank.engines.auto import Auto, choose
+from fedlowrank.engines.auto import Auto, choose_engine
 from fedlowrank.engines.base import Engine
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.run import Run
@@ -66,7 +66,7 @@ def test_the_rule(
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
     monkeypatch.setattr(auto, "HEAVY", 0)
-    found, reason = choose(method, federation(model), clients, micro_batch)
+    found, reason = choose_engine(method, federation(model), clients, micro_batch)
     assert found is wanted
     assert reason
 
@@ -77,7 +77,7 @@ def test_convolutions_on_a_cpu_are_not_batched_over_clients(
 ) -> None:
     monkeypatch.setattr(auto, "cores", lambda: cores)
     monkeypatch.setattr(auto, "HEAVY", 0)
-    assert choose(FedAvg(), federation(convolution(), 6, 1, 4, 4), 6, None)[0] is wanted
+    assert choose_engine(FedAvg(), federation(convolution(), 6, 1, 4, 4), 6, None)[0] is wanted
 
 
 @pytest.mark.parametrize(("epochs", "wanted"), [(1, Sequential), (2, Processes)])
@@ -89,7 +89,7 @@ def test_processes_are_started_where_a_round_is_much_work(
     data = [(torch.randn(5, 4), torch.arange(5) % 2) for _ in range(3)]
     on = Federation.from_arrays(data, nn.Linear(4, 2), classes=2, val=0.0, test=0.0)
     monkeypatch.setattr(auto, "HEAVY", 3 * 16 * 15 * 2)
-    assert choose(FedAvg(epochs=epochs), on, 3, None)[0] is wanted
+    assert choose_engine(FedAvg(epochs=epochs), on, 3, None)[0] is wanted
 
 
 @pytest.mark.full
@@ -133,5 +133,5 @@ def test_a_run_goes_on_with_its_bits_on_another_machine(
     found = ran(2, tmp_path / "part", resume=True)
     assert tree.equal(found.run.state.server, whole.run.state.server)
     # without what the run keeps, another engine would have made other bits
-    kinds = {choose(FedAvg(), whole.run.federation, 4, None)[0], type(whole.run.engine.chosen)}
+    kinds = {choose_engine(FedAvg(), whole.run.federation, 4, None)[0], type(whole.run.engine.chosen)}
     assert kinds == {Vectorized, Processes}

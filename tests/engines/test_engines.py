@@ -37,7 +37,7 @@ from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.testing.check import CHECKS, check_method, federation
+from fedlowrank.testing.check import CHECKS, check_method, small_federation
 from fedlowrank.training.trainer import LocalTrainer
 from methods.setting import KINDS
 
@@ -126,8 +126,8 @@ def str_keys(run: Run) -> dict[str, Any]:
 def test_every_method_passes_every_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a method is seen to learn from three times the examples as well as from eight times, in half the time
     monkeypatch.setattr(
-        "fedlowrank.testing.check.federation",
-        lambda *given, scale=1, **more: federation(*given, scale=min(scale, 3), **more),
+        "fedlowrank.testing.check.small_federation",
+        lambda *given, scale=1, **more: small_federation(*given, scale=min(scale, 3), **more),
     )
     # five epochs before each evaluation, as is its default, would take six seconds
     settings = {"fine_tuning_epochs": 1} if name == "fedbabu" else {}
@@ -161,7 +161,7 @@ def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> 
     for engine in engines:
         run = Run(
             method,
-            federation(method.heterogeneous),
+            small_federation(method.heterogeneous),
             RunSettings(rounds=2, participation=0.6),
             ENGINES[engine](),
         )
@@ -393,7 +393,7 @@ def changed_fields(method: Shaped) -> str:
 )  # fmt: skip
 @pytest.mark.usefixtures("batched")
 def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
-    on = federation(False)
+    on = small_federation(False)
     assert groups(method, on) == [5]
     assert len({len(c.train) for c in on.clients}) > 1
     one, other = (run_of(method, e, on) for e in ("sequential", "vectorized"))
@@ -484,7 +484,7 @@ class Captures(Plain):
 )
 @pytest.mark.usefixtures("batched")
 def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
-    on = federation(False)
+    on = small_federation(False)
     one, other = (run_of(Captures(make=make), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
     # a test that could not fail would show nothing: with the weight of client 0 for all, the result is
@@ -496,7 +496,7 @@ def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("batched")
 def test_requests_with_other_captured_values_are_not_merged() -> None:
-    on = federation(False)
+    on = small_federation(False)
     assert groups(Plain(), on) == [5]
     assert groups(Captures(), on) == []
 
@@ -509,7 +509,7 @@ def test_equal_captured_values_are_merged() -> None:
         def trained(self, down: Params, view: ClientView) -> Params:
             return view.train(by_closure(float(view.info.id % 2), view.model), down, "local", self.optimizer)
 
-    assert sorted(groups(TwoKinds(), federation(False))) == [2, 3]
+    assert sorted(groups(TwoKinds(), small_federation(False))) == [2, 3]
 
 
 @pytest.mark.full
@@ -526,7 +526,7 @@ def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
             start = {"model": down, "scale": view.info.id + 1}
             return view.train(loss, start, "local", self.optimizer)["model"]  # type: ignore[return-value]
 
-    on = federation(False)
+    on = small_federation(False)
     one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
 
@@ -544,7 +544,7 @@ def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
 
             return view.train(loss, down, "local", self.optimizer, constants=(float(view.info.id + 1),))
 
-    on = federation(False)
+    on = small_federation(False)
     one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
 
@@ -562,7 +562,7 @@ def test_models_with_dropout_equal_one_by_one_bit_for_bit() -> None:
             out: Tensor = self.head(self.body(x))
             return out
 
-    source = federation(False)
+    source = small_federation(False)
     data = [(torch.cat([c.train.x, c.test.x]), torch.cat([c.train.y, c.test.y])) for c in source.clients]  # type: ignore[list-item]
     on = Federation.from_arrays(data, Dropping, classes=3)
     for method in (Plain(), PFedLoRA(width=2)):
@@ -647,7 +647,7 @@ def settles(count: int, seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize("engine", HERE)
 def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
     count = threading.active_count()
-    run = Run(FailsAt(after=after), federation(False), RunSettings(rounds=2), ENGINES[engine]())
+    run = Run(FailsAt(after=after), small_federation(False), RunSettings(rounds=2), ENGINES[engine]())
     before = run.state
     with pytest.raises(ZeroDivisionError, match="client 2 divides"):
         run.step()
@@ -687,7 +687,7 @@ class Varied(Plain):
 def test_a_pass_that_cannot_be_batched_is_trained_client_by_client(
     change: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    count, on = threading.active_count(), federation(False)
+    count, on = threading.active_count(), small_federation(False)
     with caplog.at_level("INFO", "fedlowrank.engines"):
         one, other = (run_of(Varied(change=change), e, on) for e in ("sequential", "vectorized"))
     assert tree.equal(one.state.server, other.state.server)
@@ -704,7 +704,7 @@ def test_an_error_of_a_loss_comes_out_with_its_own_message() -> None:
         raise ZeroDivisionError("the loss divides")
 
     with pytest.raises(ZeroDivisionError, match=r"^the loss divides$") as caught:
-        run_of(Varied(change=change), "vectorized", federation(False))
+        run_of(Varied(change=change), "vectorized", small_federation(False))
     assert caught.value.__context__ is None
 
 
@@ -717,13 +717,13 @@ def test_a_method_may_train_under_some_condition_only() -> None:
                 down = Plain.trained(self, down, view)
             return down if view.info.id else {n: p.clone() for n, p in down.items()}
 
-    on = federation(False)
+    on = small_federation(False)
     assert gap(*(run_of(OddTwice(), e, on) for e in ("sequential", "vectorized"))) < 1e-4
 
 
 def poisoned() -> Federation:
     """A federation whose client 1 has inputs so large that its loss overflows."""
-    on = federation(False)
+    on = small_federation(False)
     bad = on.clients[1]
     clients = [*on.clients]
     clients[1] = dataclasses.replace(bad, train=Examples(bad.train.x * 1e30, bad.train.y))  # type: ignore[operator]
@@ -765,7 +765,7 @@ def test_a_nan_can_be_dropped(engine: str) -> None:
 
 @pytest.mark.full
 def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
-    on = federation(True)
+    on = small_federation(True)
     run = Run(PFedLoRA(width=2), on, RunSettings(rounds=6, lost_replies=0.5), Sequential())
     sound = Run(PFedLoRA(width=2), on, RunSettings(rounds=6), Sequential())
     whole = sound.step()
@@ -788,7 +788,7 @@ def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
-    on = federation(True)
+    on = small_federation(True)
     run = Run(PFedLoRA(), on, RunSettings(rounds=2), ENGINES[engine]())
     run.step()
     before = tree.encode((run.state.server, str_keys(run)))
@@ -814,7 +814,10 @@ def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
 
     method = Listening()
     run = Run(
-        method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]()
+        method,
+        small_federation(method.heterogeneous),
+        RunSettings(rounds=2, participation=0.6),
+        ENGINES[engine](),
     )
 
     def weight(message: Any) -> tuple[int, int]:
@@ -873,12 +876,14 @@ def test_the_share_of_participants_is_rounded_half_up_to_at_least_one(
 def test_participants_are_equal_for_all_methods_and_change_from_round_to_round() -> None:
     chosen = []
     for cls in METHODS.values():
-        run = Run(cls(), federation(False), RunSettings(participation=0.4), Sequential())
+        run = Run(cls(), small_federation(False), RunSettings(participation=0.4), Sequential())
         chosen.append([[i.id for i in run.participants(t)] for t in range(8)])
     assert all(c == chosen[0] for c in chosen)
     assert len({tuple(c) for c in chosen[0]}) > 2
     assert {i for c in chosen[0] for i in c} == set(range(5))
-    other = Run(FedAvg(), federation(False, seed=1), RunSettings(participation=0.4, seed=1), Sequential())
+    other = Run(
+        FedAvg(), small_federation(False, seed=1), RunSettings(participation=0.4, seed=1), Sequential()
+    )
     assert [[i.id for i in other.participants(t)] for t in range(8)] != chosen[0]
 
 

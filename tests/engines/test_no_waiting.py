@@ -30,7 +30,7 @@ from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
-from fedlowrank.testing.check import federation as check_federation
+from fedlowrank.testing.check import small_federation as check_federation
 from fedlowrank.training.cohort import train_cohort
 from fedlowrank.training.feed import BufferPool
 from fedlowrank.training.local_data import LocalData, gather
@@ -159,7 +159,7 @@ def texts(by_length: bool = False) -> Federation:
 ON: dict[str, Callable[[], Federation]] = {
     "tables": tables,
     "images": images,
-    "bytes": lambda: images().packed(),
+    "bytes": lambda: images().pack_images(),
     "augmented": lambda: images(Augment(flip=True, crop=1)),
     "texts": texts,
     "texts by length": lambda: texts(True),

@@ -24,7 +24,7 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.simulation.simulate import simulate
-from fedlowrank.testing.check import federation
+from fedlowrank.testing.check import small_federation
 
 from .runs import run_of, same
 
@@ -45,7 +45,8 @@ def test_the_sequential_engine_s_bits(name: str) -> None:
 @pytest.mark.full
 def test_records_are_the_same_but_for_time() -> None:
     found = [
-        simulate("ditto", federation(False), rounds=3, engine=e).rounds for e in ("processes", "sequential")
+        simulate("ditto", small_federation(False), rounds=3, engine=e).rounds
+        for e in ("processes", "sequential")
     ]
     for a, b in zip(*found, strict=True):
         assert dataclasses.replace(a, seconds={}, cpu_seconds={}) == dataclasses.replace(
@@ -120,7 +121,7 @@ class Broken(FedAvg):
 @pytest.mark.parametrize(("how", "said"), [("raise", "ValueError: no such thing"), ("die", "was killed")])
 def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> None:
     engine = Processes()
-    run = Run(Broken(how=how), federation(False), RunSettings(rounds=2), engine)
+    run = Run(Broken(how=how), small_federation(False), RunSettings(rounds=2), engine)
     with pytest.raises(WorkerError, match=said):
         run.step()
     assert run.round == 0
@@ -133,7 +134,7 @@ def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> 
 def test_training_that_diverges_is_the_client_s() -> None:
     method = FedAvg(optimizer=SGD(lr=1e30))
     for engine in (Processes(), Sequential()):
-        run = Run(method, federation(False), RunSettings(rounds=2), engine)
+        run = Run(method, small_federation(False), RunSettings(rounds=2), engine)
         run.step()
         with pytest.raises(NonFiniteError, match="client 0, round 1") as error:
             run.step()
@@ -149,7 +150,7 @@ def test_processes_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.Mon
     if child == 0:
         engine = Processes()
         run_of(FedAvg(), engine, rounds=1)
-        engine._prepare(FedAvg(), federation(False), None)  # type: ignore[arg-type]
+        engine._prepare(FedAvg(), small_federation(False), None)  # type: ignore[arg-type]
         note.with_suffix(".new").write_text(" ".join(str(w.process.pid) for w in engine._pool))
         note.with_suffix(".new").rename(note)
         time.sleep(60)

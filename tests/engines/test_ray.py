@@ -29,7 +29,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.testing.check import federation
+from fedlowrank.testing.check import small_federation
 
 from .runs import run_of, same
 
@@ -89,7 +89,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_partition_holds_the_training_data_of_its_clients_alone() -> None:
-    on = federation(False)
+    on = small_federation(False)
     data = encode_partition(on, [0, 3])
     found = decode_partition(data)
     assert list(found) == [0, 3]
@@ -104,7 +104,7 @@ def test_images_that_are_stored_as_bytes_stay_bytes() -> None:
     images = torch.randint(4, (2, 6, 3, 2, 2)).float()
     clients = [{"train": (x, torch.arange(6) % 2)} for x in images]
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
-    on = Federation.from_arrays(clients, model).packed()
+    on = Federation.from_arrays(clients, model).pack_images()
     (train, _) = decode_partition(encode_partition(on, [1]))[1]
     assert isinstance(train.x, Pixels)
     assert torch.equal(train.inputs, images[1])
@@ -121,7 +121,7 @@ def test_the_sequential_engine_s_bits() -> None:
 @slow
 @pytest.mark.usefixtures("cluster")
 def test_two_architectures() -> None:
-    on = federation(True)
+    on = small_federation(True)
     assert len(on.architectures) == 2
     method = METHODS["pfedlora"]()
     assert same(run_of(method, Ray(), on), run_of(method, Sequential(), on))
@@ -144,7 +144,7 @@ def test_training_that_diverges_is_the_client_s() -> None:
     method = FedAvg(optimizer=SGD(lr=1e30))
     said = []
     for engine in (Ray(), Sequential()):
-        run = Run(method, federation(False), RunSettings(rounds=2), engine)
+        run = Run(method, small_federation(False), RunSettings(rounds=2), engine)
         run.step()
         with pytest.raises(NonFiniteError, match="client 0, round 1") as error:
             run.step()
@@ -157,7 +157,7 @@ def test_training_that_diverges_is_the_client_s() -> None:
 @pytest.mark.usefixtures("cluster")
 def test_an_exception_of_a_method_comes_out_with_its_text() -> None:
     engine = Ray()
-    run = Run(Deadly(), federation(False), RunSettings(rounds=2), engine)
+    run = Run(Deadly(), small_federation(False), RunSettings(rounds=2), engine)
     run.step()
     with pytest.raises(WorkerError, match="ValueError: no such thing"):
         run.step()
@@ -189,7 +189,10 @@ def test_a_client_that_always_kills_its_worker_ends_the_run(
 ) -> None:
     monkeypatch.setattr(ray_cluster, "ATTEMPTS", 2)
     run = Run(
-        Deadly(how="always", note=str(tmp_path / "died")), federation(False), RunSettings(rounds=2), Ray()
+        Deadly(how="always", note=str(tmp_path / "died")),
+        small_federation(False),
+        RunSettings(rounds=2),
+        Ray(),
     )
     run.step()
     with pytest.raises(WorkerError, match=r"died 2 times while they trained clients \[1, 3\]"):
@@ -253,7 +256,7 @@ def test_a_node_that_dies_in_a_round(
     # the last test: the node does not come back
     monkeypatch.setattr(ray_cluster, "BLOCK", 1)
     monkeypatch.setattr(ray_cluster, "WINDOWS", 2)
-    engine, method, on = Ray(), METHODS["scaffold"](), federation(False, clients=10)
+    engine, method, on = Ray(), METHODS["scaffold"](), small_federation(False, clients=10)
     run = Run(method, on, RunSettings(rounds=2), engine)
     results = engine.run
 

@@ -132,9 +132,9 @@ def test_uploads_are_of_each_clients_own_rank() -> None:
 
 
 def tree_pairs(upload: Any) -> list[Any]:
-    from fedlowrank.methods.families.lora import received
+    from fedlowrank.methods.families.lora import read_factors
 
-    return list(received(upload).values())
+    return list(read_factors(upload).values())
 
 
 def test_filled_up_with_zeros_behind() -> None:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from fedlowrank.config.tuning import settings_of
+from fedlowrank.config.tuning import tune_settings
 
 from .common import ROOT, loaded
 
@@ -14,7 +14,7 @@ from .common import ROOT, loaded
 @pytest.mark.parametrize("stem", ["floral", "pfedlora", "fedslr", "fedhl"])
 def test_the_chosen_settings_lie_inside_the_grid(stem: str) -> None:
     experiment = loaded(ROOT / "demo" / f"{stem}.toml")
-    tune = settings_of(experiment)
+    tune = tune_settings(experiment)
     assert set(experiment.seeds) == set(tune.test_seeds)
     for name in experiment.compared_methods:
         method, grid = experiment.build_method(name), tune.grid_of(name)

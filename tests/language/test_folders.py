@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedlowrank.cli.language import language_of
+from fedlowrank.cli.language import language_of_run
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.linalg.pair import Pair
@@ -49,7 +49,7 @@ def live(run: Run, client: int | None) -> Tensor:
 def test_a_base_that_moved_is_written_once(method: str, llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path, method=method, lora={"ranks": [2]}))
     out = tmp_path / "out"
-    written = language_of(run).write(run, out)
+    written = language_of_run(run).write(run, out)
     names = ["base", "client_0000", "client_0001", "client_0002", "server"]
     assert sorted(p.name for p in written) == sorted(p.name for p in out.iterdir()) == names
     whole = [p.parent.name for p in out.glob("*/model*.safetensors")]
@@ -81,7 +81,7 @@ def test_layers_that_are_matrices_are_kept_whole_and_the_others_are_factors(
     dense = {n for n, d in deltas.items() if d.whole is not None}
     assert dense
     assert dense != set(deltas)
-    folder = language_of(run).write_one(
+    folder = language_of_run(run).write_one(
         tmp_path / "server", run.local_model(run.federation.infos[0]).server, 3, None
     )
     torch.testing.assert_close(by_peft(llama, folder, inputs(run)), live(run, None), rtol=0, atol=1e-5)

@@ -13,7 +13,7 @@ from fedlowrank.adapters.lora import find_lora
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base import LanguageBase, load_base
-from fedlowrank.language.peft_adapter import attach_adapter, initial_factors
+from fedlowrank.language.peft_adapter import attach_adapter, initial_peft_factors
 from fedlowrank.language.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair
 
@@ -119,7 +119,7 @@ def test_what_a_new_slot_holds():
         assert not torch.equal(getattr(pair, random), getattr(other[name], random))
     assert torch.equal(a(X), Mixed()(X))
     twins = dict.fromkeys(("line", "other"), layers(a)["line"])
-    drawn = initial_factors(twins, 2, KEY)
+    drawn = initial_peft_factors(twins, 2, KEY)
     assert torch.equal(drawn["line"].a, first["line"].a)
     assert not torch.equal(drawn["line"].a, drawn["other"].a)
 
@@ -130,15 +130,15 @@ def test_initial_factors_are_those_of_peft_in_distribution():
     for name, w in where.items():
         theirs = torch.empty(4000, w.shape[1])
         nn.init.kaiming_uniform_(theirs, a=math.sqrt(5), generator=torch.Generator().manual_seed(0))
-        ours = torch.cat([initial_factors({name: w}, 20, Key((i,)))[name].a for i in range(200)])
+        ours = torch.cat([initial_peft_factors({name: w}, 20, Key((i,)))[name].a for i in range(200)])
         assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=1e-3)
         assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.02)
     word = layers(model)["seen"]
     for how in (True, "gaussian"):
-        pair = initial_factors({"seen": word}, 500, KEY, how)["seen"]
+        pair = initial_peft_factors({"seen": word}, 500, KEY, how)["seen"]
         assert float(pair.b.std()) == pytest.approx(1, rel=0.05)
         assert not pair.a.any()
-    gauss = initial_factors({"line": where["line"]}, 50, KEY, "gaussian")["line"].a
+    gauss = initial_peft_factors({"line": where["line"]}, 50, KEY, "gaussian")["line"].a
     assert float(gauss.std()) == pytest.approx(1 / 50, rel=0.1)
 
 
@@ -146,7 +146,10 @@ def test_initial_factors_are_those_of_peft_in_distribution():
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
 def test_a_lower_rank_is_the_first_rows_of_a_higher_one(low, more, seed):
     where = layers(attach_adapter(Mixed(), lora_config(ALL), KEY))
-    few, many = initial_factors(where, low, Key((seed,))), initial_factors(where, low + more, Key((seed,)))
+    few, many = (
+        initial_peft_factors(where, low, Key((seed,))),
+        initial_peft_factors(where, low + more, Key((seed,))),
+    )
     for name in where:
         assert torch.equal(few[name].a, many[name].a[:low])
         assert torch.equal(few[name].b, many[name].b[:, :low])

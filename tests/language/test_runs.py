@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedlowrank.cli.language import language_of, scores
+from fedlowrank.cli.language import language_of_run, scores
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.stored_run import open_run
@@ -85,7 +85,7 @@ def toml(tables: dict[str, Any], path: Path) -> Path:
 def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path, tmp_path: Path) -> None:
     ranks = {"ranks": [2]} if method in EQUAL_RANKS else {}
     run = run_of(causal(llama, tmp_path, method=method, lora=ranks, run={"rounds": 3}), 0)
-    base = {n: p.clone() for n, p in language_of(run).model.named_parameters()}
+    base = {n: p.clone() for n, p in language_of_run(run).model.named_parameters()}
     before = run.start().risk
     for _ in range(3):
         after = run.step().risk
@@ -94,14 +94,14 @@ def test_methods_of_each_form_fine_tune_a_causal_model(method: str, llama: Path,
     # the mean test loss of the headline series falls: the adapters learn although nothing else is trained
     first, last = (sum(r["personal"]["val"]) for r in (before, after))
     assert last < first - 0.01
-    for name, p in language_of(run).model.named_parameters():
+    for name, p in language_of_run(run).model.named_parameters():
         assert torch.equal(p, base[name]), f"{name} of the shared base changed"
 
 
 @pytest.mark.full
 def test_clients_share_one_base_and_hold_factors_alone(llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path))
-    model = language_of(run).model
+    model = language_of_run(run).model
     whole = sum(p.numel() for p in model.parameters())
     held = {name for name, p in model.named_parameters() if p.requires_grad}
     assert all(".lora_" in name for name in held)
@@ -147,7 +147,7 @@ def test_the_head_of_a_classifier_is_what_the_settings_say(head: str, bert: Path
     for info in run.federation.infos:
         used = run.personal(info)
         assert (head == "frozen") == all(torch.equal(used[n], initial[n]) for n in names)
-    folder = language_of(run).write_one(tmp_path / "adapter", used, 4, info.id)
+    folder = language_of_run(run).write_one(tmp_path / "adapter", used, 4, info.id)
     stored = load_file(folder / "adapter_model.safetensors")
     assert all(torch.equal(stored[n], used[n]) for n in names)
 
@@ -216,7 +216,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> No
 def test_recomputed_activations_give_the_same_model(llama: Path, tmp_path: Path) -> None:
     plain = run_of(causal(llama, tmp_path))
     again = run_of(causal(llama, tmp_path, language={"gradient_checkpointing": True}))
-    assert any(getattr(m, "gradient_checkpointing", False) for m in language_of(again).model.modules())
+    assert any(getattr(m, "gradient_checkpointing", False) for m in language_of_run(again).model.modules())
     for (path, a), (_, b) in zip(
         tree.leaves(plain.state.server), tree.leaves(again.state.server), strict=True
     ):
@@ -311,4 +311,4 @@ def test_other_runs_have_no_adapter_folders(tmp_path: Path) -> None:
     )
     run = Run(made.build_method("fedavg"), made.federation(), made.run, Sequential())
     with pytest.raises(TaskError, match="no language models"):
-        language_of(run)
+        language_of_run(run)

@@ -20,7 +20,7 @@ from fedlowrank.linalg.matricize import (
     count_parameters,
     matricize,
     matrix_shape,
-    measure,
+    measure_weights,
     pack_low_rank,
     pack_sparse,
     to_sparse,
@@ -94,7 +94,7 @@ def test_factors_survive_their_bytes_even_of_rank_zero() -> None:
 
 def test_measure() -> None:
     w = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
-    found = measure(
+    found = measure_weights(
         {
             "w": w,
             "b": torch.tensor([0.0, 2.0]),
@@ -105,7 +105,9 @@ def test_measure() -> None:
     assert (found["b"].rank, found["b"].energy, found["b"].nonzeros, found["b"].nbytes) == (1, 4.0, 1, 8)
     assert (found["f"].rank, found["f"].parameters, found["f"].nonzeros, found["f"].nbytes) == (2, 12, 4, 48)
     assert found["f"].energy == pytest.approx(16 + 4)
-    svd_of = measure({"d": truncate_svd(compute_svd(torch.diag(torch.tensor([3.0, 5.0, 1.0]))), 2)})["d"]
+    svd_of = measure_weights({"d": truncate_svd(compute_svd(torch.diag(torch.tensor([3.0, 5.0, 1.0]))), 2)})[
+        "d"
+    ]
     assert (svd_of.rank, svd_of.parameters, svd_of.nonzeros, svd_of.nbytes) == (2, 14, 6, 56)
     assert svd_of.energy == pytest.approx(25 + 9)
 
@@ -143,7 +145,7 @@ def test_of_a_sparse_weight_the_entries_are_held_where_that_is_smaller(
     np.testing.assert_array_equal(back.numpy(), w)
     if smaller:
         assert tree.numel(message) == there
-        assert measure({"w": held})["w"].parameters == there
+        assert measure_weights({"w": held})["w"].parameters == there
         assert count_parameters([{"w": held}], {"w": torch.from_numpy(w)}) == there
 
 

@@ -43,7 +43,7 @@ from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.simulation.state import State
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
-from fedlowrank.testing.check import federation as small
+from fedlowrank.testing.check import small_federation as small
 from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.stacked import stack
 from golden import floral_reference as reference
@@ -666,7 +666,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     ids=["optimal", "mfl", "fedem", "ifca"],
 )
 def test_every_form_passes_every_check(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedlowrank.testing.check.federation", clustered(small))
+    monkeypatch.setattr("fedlowrank.testing.check.small_federation", clustered(small))
     # that its steps are the formulas' is tested above, entry by entry
     monkeypatch.delitem(check._CHECKS, "it learns")
     found = {f.name: f.detail for f in check_method(method) if not f.ok}

@@ -30,7 +30,7 @@ from fedlowrank.simulation.local_model import local_model
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import CHECKS
-from fedlowrank.testing.check import federation as check_federation
+from fedlowrank.testing.check import small_federation as check_federation
 from golden import fedslr_reference as reference
 
 from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, same, start_of, train_data

@@ -29,7 +29,7 @@ from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.simulation.state import State
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
-from fedlowrank.testing.check import federation as small
+from fedlowrank.testing.check import small_federation as small
 from golden import floral_reference as reference
 
 from .setting import (
@@ -518,7 +518,7 @@ def clustered(make: Any) -> Any:
     ids=["noise", "adam"],
 )
 def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedlowrank.testing.check.federation", clustered(small))
+    monkeypatch.setattr("fedlowrank.testing.check.small_federation", clustered(small))
     # that its steps are the formulas' is tested above, entry by entry
     monkeypatch.delitem(check._CHECKS, "it learns")
     at_rest = {"a learning rate of 0 changes no model"}

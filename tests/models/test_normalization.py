@@ -23,7 +23,7 @@ from fedlowrank.engines import Sequential, Vectorized
 from fedlowrank.linalg.matricize import sum_parts
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.export import export, write
+from fedlowrank.simulation.export import export_model, write
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.flops import FlopLedger
@@ -87,7 +87,7 @@ def test_an_export_has_the_statistics_of_the_client(method: str, series: str | N
     parts = made.parts.get(series or next(iter(made.predictors)), ())
     params = sum_parts(parts, made.model.initial) if parts else made.personal()
     write(run, 1, series, "small", tmp_path / "model.safetensors", repeats=1)
-    for net in (export(run, 1, series), load_deployed(Net(), tmp_path / "model.safetensors")):
+    for net in (export_model(run, 1, series), load_deployed(Net(), tmp_path / "model.safetensors")):
         found = net.eval()(data.test.x).detach().numpy()
         np.testing.assert_allclose(found, by_hand(params, data.train.x, data.test.x), atol=1e-4)
 

@@ -28,7 +28,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_process_left(tmp_path: Path) -> Iterator[None]:
     """No process of a test outlives it: all have its folder on their command lines, or a parent that has."""
     yield
-    left = {n: p.command for n, p in process_tree.processes().items() if str(tmp_path) in p.command}
+    left = {n: p.command for n, p in process_tree.living_processes().items() if str(tmp_path) in p.command}
     for number in left:
         os.kill(number, signal.SIGKILL)
     assert not left

@@ -28,7 +28,7 @@ from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
 from fedlowrank.network.messages import Registration
 from fedlowrank.network.transport import NodeMessage
-from fedlowrank.network.validation.norms import NormBound, PartNorms, measure
+from fedlowrank.network.validation.norms import NormBound, PartNorms, measure_norms
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
@@ -65,21 +65,21 @@ def test_the_update_is_measured_against_the_part_of_the_download_that_has_its_fo
     def flat(params: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([t.reshape(-1).double() for t in params.values()])
 
-    found = measure(Controlled(y, d), Controlled(x, c))
+    found = measure_norms(Controlled(y, d), Controlled(x, c))
     assert found.keys() == {"/model", "/control"}
     for part, up, down in (("/model", y, x), ("/control", d, c)):
         assert found[part].itself == pytest.approx(float(flat(up).norm()))
         assert found[part].change == pytest.approx(float((flat(up) - flat(down)).norm()))
         assert found[part].download == pytest.approx(float(flat(down).norm()))
     # an upload that is a field of the download
-    assert measure(y, Controlled(x, c))[""].change == pytest.approx(float((flat(y) - flat(x)).norm()))
+    assert measure_norms(y, Controlled(x, c))[""].change == pytest.approx(float((flat(y) - flat(x)).norm()))
     # nothing of its form was sent
     small_one = {"w": torch.full((2, 2), 3.0)}
-    assert measure(small_one, x) == {"": PartNorms(6.0)}
+    assert measure_norms(small_one, x) == {"": PartNorms(6.0)}
     # numbers whose squares exceed float64
-    assert measure({"w": torch.full((4,), 1e300, dtype=torch.float64)}, None)[""].itself == pytest.approx(
-        2e300
-    )
+    assert measure_norms({"w": torch.full((4,), 1e300, dtype=torch.float64)}, None)[
+        ""
+    ].itself == pytest.approx(2e300)
 
 
 def bound(
@@ -152,7 +152,7 @@ class Measuring(Sequential):
     ) -> Iterator[ClientResult]:
         norms = {}
         for job, outcome in zip(jobs, super().run(method, federation, task, round, jobs), strict=True):
-            norms[job.client.id] = measure(outcome.upload, job.down)
+            norms[job.client.id] = measure_norms(outcome.upload, job.down)
             yield outcome
         steps = {c: sum(steps_of(method.passes(), federation.infos[c].examples).values()) for c in norms}
         self.refused |= self.judge.outliers(norms, steps, round)
@@ -280,7 +280,7 @@ def test_a_client_that_claims_2_to_the_40_examples_weighs_three_times_the_median
     sizes = [len(d.train) for d in made.shares().data]
     weights = torch.tensor([float(sizes[0]), 3.0 * min(sizes), float(sizes[2])])
     run, _ = truth(made, result.rounds)
-    replies = [tree.decode(remembered(result, carrier, i).answered(digest_of_last(result, carrier, i))[1])  # type: ignore[index]
+    replies = [tree.decode(remembered(result, carrier, i).answer_to(digest_of_last(result, carrier, i))[1])  # type: ignore[index]
                for i in range(3)]  # fmt: skip
     for name, found in result.run.state.server.items():
         stacked = torch.stack([r[name].double() for r in replies])

@@ -17,7 +17,7 @@ from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.digest import sealed
+from fedlowrank.simulation.digest import seal
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run_folder import RunFolder
 from fedlowrank.simulation.simulate import simulate
@@ -231,7 +231,7 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", json.dumps(sealed({"run": 3})), json.dumps(sealed({"refused": {"5": 1.0}}))]
+    "text", ["", "{", "[]", "{}", json.dumps(seal({"run": 3})), json.dumps(seal({"refused": {"5": 1.0}}))]
 )
 def test_a_damaged_account_is_named(tmp_path: Path, text: str) -> None:
     made = small("scaffold", rounds=1)

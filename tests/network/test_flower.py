@@ -205,11 +205,11 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     orphans = set(process_tree.descendants(server.process.pid))
     server.process.kill()
     server.process.wait()
-    assert orphans <= set(process_tree.processes())
+    assert orphans <= set(process_tree.living_processes())
     before = rounds(out)
     server = serve("--resume")
     until(lambda: "was left running; it is ended" in server.log.read_text(), 60, server)
-    until(lambda: not orphans & set(process_tree.processes()), 10)
+    until(lambda: not orphans & set(process_tree.living_processes()), 10)
     until(lambda: server.process.poll() is not None, 400)
     assert server.process.returncode == 0, server.log.read_text()[-3000:]
     for client in clients:

@@ -158,7 +158,7 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
             assert _status(link, keys, f"/v1/{path}") == (401 if path.startswith("fleet") else 403)
             assert _status(link, keys, f"/v1/{path}", token) == with_token
         # nobody reads the token off a command line, and no other user of the machine out of the environment
-        assert not [p.command for p in process_tree.processes().values() if token in p.command]
+        assert not [p.command for p in process_tree.living_processes().values() if token in p.command]
         if os.geteuid() == 0 and Path("/proc/self/environ").exists():
             theirs = subprocess.run(
                 ["cat", f"/proc/{link.pid}/environ"], user=65534, group=65534, capture_output=True
@@ -208,19 +208,21 @@ def test_a_server_without_keys_tells_how_runs_stand_and_leaves_nothing(
         finally:
             before = {node.pid, *process_tree.descendants(node.pid or 0)}
             node.close()
-            assert not before & set(process_tree.processes())
+            assert not before & set(process_tree.living_processes())
         link.submit(foreign("second"))
         before = {link.pid or 0}
 
         def runs() -> bool:
             before.update(process_tree.descendants(link.pid or 0))
             return any(
-                "flwr-serverapp" in p.command for n, p in process_tree.processes().items() if n in before
+                "flwr-serverapp" in p.command
+                for n, p in process_tree.living_processes().items()
+                if n in before
             )
 
         until(runs)
         link.kill()
-        assert not before & set(process_tree.processes())
+        assert not before & set(process_tree.living_processes())
 
 
 def _text(path: Path) -> str:

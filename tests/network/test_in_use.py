@@ -12,7 +12,7 @@ import pytest
 
 from fedlowrank.network.deploy import in_use
 from fedlowrank.network.deploy.flower_process import ProcessError, free_port, listen
-from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify
+from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify_process
 
 LISTEN = (
     "import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(flush=True); time.sleep(60)"
@@ -42,7 +42,7 @@ def test_who_listens_is_named(tmp_path: Path) -> None:
             ):
                 in_use.refuse_second(tmp_path / "another", "127.0.0.1", port)
         link.kill()
-    (home / "lock").write_text(json.dumps({**identify(os.getpid()), "started": 1.0}))
+    (home / "lock").write_text(json.dumps({**identify_process(os.getpid()), "started": 1.0}))
     in_use.refuse_second(tmp_path / "served", "127.0.0.1", port)
 
 

@@ -19,8 +19,8 @@ from fedlowrank.core import tree
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.network.messages import Registration
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.network.validation.norms import PRODUCTS, NormBound, measure
-from fedlowrank.network.validation.shortening import shorten
+from fedlowrank.network.validation.norms import PRODUCTS, NormBound, measure_norms
+from fedlowrank.network.validation.shortening import shorten_upload
 from fedlowrank.simulation.result import Result
 
 from .local import (
@@ -175,25 +175,25 @@ def test_products_of_factors_are_measured_and_shortened() -> None:
     # A is as usual and B is short, so that most numbers of an update five times as long are usual
     up = {n: Pair(p.b + 0.01 * q.b, p.a) for (n, p), q in zip(down.items(), pairs(1).values(), strict=True)}
     fresh = pairs(2, 0.01)
-    found, alone = measure(up, down), measure(fresh, None)
+    found, alone = measure_norms(up, down), measure_norms(fresh, None)
     assert found[PRODUCTS].change == pytest.approx(np.linalg.norm(dense(up) - dense(down)), rel=1e-6)
     assert found[PRODUCTS].itself == pytest.approx(np.linalg.norm(dense(up)), rel=1e-6)
     assert alone[PRODUCTS].itself == pytest.approx(np.linalg.norm(dense(fresh)), rel=1e-6)
     lie = {n: Pair(-5 * p.b, p.a) for n, p in fresh.items()}
-    assert measure(lie, None)[""].itself < 1.1 * alone[""].itself
-    replies = {i: measure(lie if i == 3 else fresh, None) for i in range(5)}
+    assert measure_norms(lie, None)[""].itself < 1.1 * alone[""].itself
+    replies = {i: measure_norms(lie if i == 3 else fresh, None) for i in range(5)}
     bound, ones = NormBound(30.0), dict.fromkeys(range(5), 1.0)
     ((client, how),) = bound.shortenings(replies, dict.fromkeys(range(5), 3.0), ones, 3.0, 0).items()
     assert (client, how.is_strike) == (3, True)
     assert how.length == pytest.approx(5, rel=1e-3)
-    short = shorten(lie, None, how.bounds)
+    short = shorten_upload(lie, None, how.bounds)
     assert np.linalg.norm(dense(short)) == pytest.approx(3 * np.linalg.norm(dense(fresh)), rel=1e-5)
     # a change of products moves on the line of the factors
     far = {
         n: Pair(p.b + 9 * q.b, p.a + q.a) for (n, p), q in zip(down.items(), pairs(1).values(), strict=True)
     }
     limit = 0.3 * float(np.linalg.norm(dense(far) - dense(down)))
-    moved = shorten(far, down, {PRODUCTS: (limit, True)})
+    moved = shorten_upload(far, down, {PRODUCTS: (limit, True)})
     assert np.linalg.norm(dense(moved) - dense(down)) == pytest.approx(limit, rel=1e-5)
     t = ((moved["a"].a - down["a"].a) / (far["a"].a - down["a"].a)).mean()
     assert torch.allclose(moved["b"].b, down["b"].b + t * (far["b"].b - down["b"].b), atol=1e-4)
@@ -204,12 +204,12 @@ def test_factors_on_a_lossy_wire_are_measured_as_they_are_received(wire: Any) ->
     given = pairs(4)
     packed = pack_factors(given, wire)
     received = unpack_factors(packed)
-    assert measure(packed, None)[""].itself == pytest.approx(
+    assert measure_norms(packed, None)[""].itself == pytest.approx(
         math.sqrt(sum(float(t.double().square().sum()) for p in received.values() for t in (p.b, p.a))),
         rel=1e-6,
     )
-    short = shorten(packed, None, {"": (1.0, False)})
-    assert measure(short, None)[""].itself == pytest.approx(1.0, rel=1e-5)
+    short = shorten_upload(packed, None, {"": (1.0, False)})
+    assert measure_norms(short, None)[""].itself == pytest.approx(1.0, rel=1e-5)
     assert torch.allclose(
         short["a"].b, received["a"].b * (short["a"].b[0, 0] / received["a"].b[0, 0]), rtol=1e-4
     )

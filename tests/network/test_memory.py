@@ -36,17 +36,17 @@ def test_a_state_stays_until_one_that_came_after_it_is_named(tmp_path: Path) -> 
     folder = tmp_path / "a" / "run"
     memory = ClientMemory(folder)
     assert memory.at(0) is None
-    assert memory.answered("order1") is None
+    assert memory.answer_to("order1") is None
     keep(memory, 1, 1)
     assert ClientMemory(folder).at(0) is None
-    assert ClientMemory(folder).answered("order1") == ("answer1", b"up1")
-    assert ClientMemory(folder).answered("order2") is None
+    assert ClientMemory(folder).answer_to("order1") == ("answer1", b"up1")
+    assert ClientMemory(folder).answer_to("order2") is None
     assert tree.equal(ClientMemory(folder).at(1), value(1))
     keep(ClientMemory(folder), 2, 2, base=1)
     # the reply was lost: the next round goes by the state of before
     assert tree.equal(ClientMemory(folder).at(1), value(1))
     keep(ClientMemory(folder), 3, 3, base=1)
-    assert ClientMemory(folder).answered("order2") is None
+    assert ClientMemory(folder).answer_to("order2") is None
     assert ClientMemory(folder).stamps == [1, 3]
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     # it is there as often as it is asked for, and what came before is gone
@@ -110,12 +110,12 @@ def test_a_full_disk_changes_nothing_wherever_it_strikes(tmp_path: Path) -> None
 
     place = 0
     while "000003.tree renamed" not in attempt(place):
-        assert ClientMemory(tmp_path).answered("order2") == ("answer2", b"up2")
+        assert ClientMemory(tmp_path).answer_to("order2") == ("answer2", b"up2")
         place += 1
     # not synced, not renamed, renamed, its folder not synced
     assert place == 2
     # from here on the disk has the new one, whatever it says; nothing is acknowledged
-    assert ClientMemory(tmp_path).answered("order3") == ("answer3", b"up3")
+    assert ClientMemory(tmp_path).answer_to("order3") == ("answer3", b"up3")
     assert tree.equal(ClientMemory(tmp_path).at(1), value(1))
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
     keep(ClientMemory(tmp_path), 1, 1)
     rest = (tmp_path / "000001.tree").read_bytes().partition(b"\n")[2]
     (tmp_path / "000001.tree").write_bytes(line.encode("latin-1") + b"\n" + rest)
-    for act in (lambda: ClientMemory(tmp_path).answered("order1"), lambda: ClientMemory(tmp_path).at(1)):
+    for act in (lambda: ClientMemory(tmp_path).answer_to("order1"), lambda: ClientMemory(tmp_path).at(1)):
         with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
             act()
 
@@ -159,7 +159,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
                 ClientMemory(tmp_path).at(1)
         if not line < place <= line + state:
             with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
-                ClientMemory(tmp_path).answered("order1")
+                ClientMemory(tmp_path).answer_to("order1")
 
 
 def test_acknowledged_states_stay_for_a_server_that_goes_back(tmp_path: Path) -> None:
@@ -185,12 +185,12 @@ def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None
     for changed in (whole[:-1], whole + b"x"):
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
-            memory.answered("order1")
+            memory.answer_to("order1")
     path.write_bytes(whole[: whole.index(b"\n") + 9])
     with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
         memory.at(1)
     path.unlink()
-    for act in (lambda: memory.answered("order1"), lambda: memory.at(1)):
+    for act in (lambda: memory.answer_to("order1"), lambda: memory.at(1)):
         with pytest.raises(CheckpointError, match=r"cannot read .*000001\.tree"):
             act()
 
@@ -208,7 +208,7 @@ plans = st.tuples(
 def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
     """A client's part in a round: from the value n of its state to 31 n + round."""
     memory, order = ClientMemory(folder), f"{round} on {stamp}"
-    before = memory.answered(order)
+    before = memory.answer_to(order)
     if before is not None:
         return before
     state = memory.at(stamp)

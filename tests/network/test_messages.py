@@ -17,7 +17,7 @@ from fedlowrank.network.messages import (
     MessageError,
     Order,
     Registration,
-    plain,
+    one_line,
     sections,
 )
 
@@ -78,10 +78,10 @@ def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
         )
     assert "\n" not in str(found.value)
     for text in ("a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"):
-        assert plain(text).isprintable()
-        assert plain(text).startswith("a ")
-    assert plain("ä € 日 " * 3) == "ä € 日 " * 3
-    assert len(plain("x" * 9999)) == 500
+        assert one_line(text).isprintable()
+        assert one_line(text).startswith("a ")
+    assert one_line("ä € 日 " * 3) == "ä € 日 " * 3
+    assert len(one_line("x" * 9999)) == 500
 
 
 TABLES: dict[str, Any] = {

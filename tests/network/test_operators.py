@@ -19,7 +19,7 @@ pytest.importorskip("cryptography")
 
 from fedlowrank.cli import network as commands
 from fedlowrank.cli.main import main
-from fedlowrank.cli.poc import EXPERIMENT, choose_clients, processes
+from fedlowrank.cli.poc import EXPERIMENT, choose_clients, run_processes
 from fedlowrank.cli.status import clients_table
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
@@ -217,12 +217,12 @@ def test_status_shows_the_last_reply_of_each_client(
 
 def test_all_processes_of_a_trial_end_with_it(tmp_path: Path) -> None:
     asleep = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-    with pytest.raises(KeyboardInterrupt), processes([asleep, asleep, asleep]) as started:
+    with pytest.raises(KeyboardInterrupt), run_processes([asleep, asleep, asleep]) as started:
         raise KeyboardInterrupt
     assert [p.poll() for p in started] == [-signal.SIGTERM] * 3
     # one that cannot be started ends the others
     before = time.monotonic()
-    with pytest.raises(FileNotFoundError), processes([asleep, [str(tmp_path / "nothing")]]):
+    with pytest.raises(FileNotFoundError), run_processes([asleep, [str(tmp_path / "nothing")]]):
         pass
     assert time.monotonic() - before < 60
 

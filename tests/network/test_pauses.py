@@ -17,7 +17,14 @@ from fedlowrank.config.network_settings import NetworkSettings
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.account import Account
 from fedlowrank.network.operation.activity import UpdateShape
-from fedlowrank.network.operation.fall import Fall, PausedError, describe, find_fall, suspects, worst_shapes
+from fedlowrank.network.operation.fall import (
+    Fall,
+    PausedError,
+    describe_fall,
+    find_fall,
+    suspects,
+    worst_shapes,
+)
 from fedlowrank.network.operation.grace import Grace
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.network.validation.directions import cosines
@@ -189,15 +196,15 @@ def test_who_is_named_is_a_minority() -> None:
 def test_what_is_said_depends_on_what_is_known_and_kept() -> None:
     odd, usual = UpdateShape(5.0, -0.9), UpdateShape(None, None)
     fall, out = Fall(7, 4, 0.3, {3: 0.5, 4: 0.8, 6: 0.7, 7: 0.5}), Path("runs/a b")
-    said = describe(fall, {2: odd, 1: odd}, {}, out, [5, 6, 7, 8])
+    said = describe_fall(fall, {2: odd, 1: odd}, {}, out, [5, 6, 7, 8])
     assert "client 2: 5 times the usual length, cosine -0.90 with the mean of the others; client 1:" in said
     assert "To go on without them: fedlowrank resume 'runs/a b' --round 6 --without 1 --without 2" in said
     assert "spoiled" not in said
-    said = describe(fall, {}, {0: usual}, out, [5, 7, 8])
+    said = describe_fall(fall, {}, {0: usual}, out, [5, 7, 8])
     assert "No update points away from the others or is long: client 0: of unknown length. " in said
     assert "To go back: fedlowrank resume 'runs/a b' --round 5, then" in said
     assert "The state after round 5 may be spoiled already" in said
-    assert "raise run.keep_checkpoints" in describe(fall, {}, {}, out, [7, 8])
+    assert "raise run.keep_checkpoints" in describe_fall(fall, {}, {}, out, [7, 8])
 
 
 def test_a_run_pauses_names_the_liar_and_goes_on_without_it(

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedlowrank.simulation.lock import FolderInUseError, identify
+from fedlowrank.simulation.lock import FolderInUseError, identify_process
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
@@ -166,7 +166,7 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     began = time.monotonic()
     script.close(0.5)
     assert time.monotonic() - began < 8
-    assert not (set(found) | {pid}) & set(process_tree.processes())
+    assert not (set(found) | {pid}) & set(process_tree.living_processes())
     script.close()
 
 
@@ -194,15 +194,15 @@ def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_
     children = [
         n for n, p in process_tree.descendants(script.pid).items() if p.command.startswith(sys.executable)
     ]
-    (own,) = (n for n in children if process_tree.processes()[n].command.endswith(str(script.pid)))
+    (own,) = (n for n in children if process_tree.living_processes()[n].command.endswith(str(script.pid)))
     os.kill(script.pid, signal.SIGKILL)
     until(lambda: not script.alive())
     script.kill()
-    (other,) = set(children) & set(process_tree.processes())
+    (other,) = set(children) & set(process_tree.living_processes())
     assert other != own
     # of whom it says that somebody else started it
     os.kill(other, signal.SIGKILL)
-    until(lambda: other not in process_tree.processes())
+    until(lambda: other not in process_tree.living_processes())
 
 
 @pytest.mark.full
@@ -220,17 +220,17 @@ def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_
             script.start()
         left = {orphan, *process_tree.descendants(orphan)}
         parent.kill()
-    assert left <= set(process_tree.processes())
+    assert left <= set(process_tree.living_processes())
     assert len(left) >= 3
     script.start()
     try:
-        assert not left & set(process_tree.processes())
+        assert not left & set(process_tree.living_processes())
         script.wait_for("second", 10)
     finally:
         script.close(0.1)
     # a process that has the number by chance is let live
     with subprocess.Popen(["sleep", "91"]) as innocent:
-        strange = {**identify(innocent.pid), "started": 1.0, "address": "127.0.0.1:1"}
+        strange = {**identify_process(innocent.pid), "started": 1.0, "address": "127.0.0.1:1"}
         (tmp_path / "script.process.json").write_text(json.dumps(strange))
         script.script = "echo third"
         script.start()

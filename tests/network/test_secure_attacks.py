@@ -26,8 +26,8 @@ from fedlowrank.network.secure.leader import SumLeader, from_bytes
 from fedlowrank.network.secure.member import SecureSumError, SumMember, threshold
 from fedlowrank.network.secure.participation import (
     Participation,
-    by_client,
-    pack,
+    bytes_to_text,
+    parcel_by_client,
     unpack,
     unpack_announcement,
 )
@@ -79,7 +79,7 @@ class Server:
         self, client: int, step: Any, parcel: Mapping[int, str] | None = None, **where: Any
     ) -> dict[int, str]:
         """The parcel that a client sends."""
-        return by_client(self.sites[client].step(order(step, parcel, **where)))
+        return parcel_by_client(self.sites[client].step(order(step, parcel, **where)))
 
     def send(self, client: int, asked: Order) -> Any:
         """What a client makes of an order of any step."""
@@ -94,13 +94,13 @@ class Server:
         leader = SumLeader(self.n, Session(of.run, of.branch, of.round), ROSTER)
         for c in clients:
             leader.announce(c, unpack_announcement(self.ask(c, "announce", **where)[c]))
-        keys = {c: pack(found) for c, found in leader.announced.items()}
+        keys = {c: bytes_to_text(found) for c, found in leader.announced.items()}
         for c in clients:
             boxes = self.ask(c, "share", keys, **where)
             leader.share(c, {to: unpack(box)[0] for to, box in boxes.items()})
         vectors = {}
         for c in clients:
-            parcel = {other: pack(box) for other, box in leader.boxes_for(c).items()}
+            parcel = {other: bytes_to_text(box) for other, box in leader.boxes_for(c).items()}
             down = (downs or {}).get(c, "d")
             asked = order("mask", parcel, **where)
             self.sites[c].require(asked)
@@ -115,7 +115,7 @@ class Server:
         names = dict.fromkeys(vectors, "")
         for c in vectors:
             leader.agree(c, unpack(self.ask(c, "agree", names, **where)[c])[0])
-        signed = {c: pack(signature) for c, signature in leader.signatures.items()}
+        signed = {c: bytes_to_text(signature) for c, signature in leader.signatures.items()}
         for c in vectors:
             shares = self.ask(c, "reveal", signed, **where)
             leader.reveal(c, {owner: unpack(share)[0] for owner, share in shares.items()})
@@ -237,7 +237,7 @@ class TestMasks:
         # client 3 signs a list that no other signs
         server.ask(3, "agree", dict.fromkeys(range(4), ""))
         with pytest.raises(RefusedOrderError, match="signed the list"):
-            server.ask(3, "reveal", {c: pack(s) for c, s in leader.signatures.items()})
+            server.ask(3, "reveal", {c: bytes_to_text(s) for c, s in leader.signatures.items()})
 
     def test_of_two_lists_none_is_revealed(self, tmp_path: Path) -> None:
         """A server that has shares for a list with client 3 and for one without it has both its secrets."""
@@ -354,7 +354,7 @@ class TestMalformed:
         content = unpack(found[3])[:3]
         content[place] = key
         signature = MemberSigner(KEYS[3]).sign(Session(RUN, 0, 1).message("keys", 3, *content))
-        found[3] = pack((*content, signature))
+        found[3] = bytes_to_text((*content, signature))
         with pytest.raises(RefusedOrderError, match="the keys of client 3"):
             server.ask(0, "share", found)
 

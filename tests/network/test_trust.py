@@ -33,7 +33,7 @@ from fedlowrank.network.validation.shape_tracing import expected_upload
 from fedlowrank.network.validation.uploads import Templates, inspect
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.testing.check import federation as small
+from fedlowrank.testing.check import small_federation as small
 from fedlowrank.training.tracing import TracingTrainer
 from methods.setting import KINDS, Net, alike, arrays, unlike
 

@@ -7,7 +7,7 @@ from scipy import stats
 from fedlowrank.report import comparison, figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.sweeps import shorten_names, sweep_tables
-from fedlowrank.report.tables import to_markdown
+from fedlowrank.report.tables import comparison_markdown
 
 METHODS = (("fedavg", "FedAvg"), ("floral", "FLoRAL"))
 
@@ -112,7 +112,7 @@ def test_is_in_everything_that_is_written(make_run, tmp_path):
     terminal = text_of(table, 80)
     assert terminal.index("against clusters, rank") > terminal.index("last")
     assert any(line.split() == ["4", "0.01", "35.00", "55.00"] for line in terminal.splitlines())
-    assert "| 4 | 0.01 | 35.00 | **55.00** |" in to_markdown(table)
+    assert "| 4 | 0.01 | 35.00 | **55.00** |" in comparison_markdown(table)
     row = '<th scope="row">4</th><th scope="row">0.01</th><td class="right">35.00</td><td class="right"><b>55.00</b></td>'
     page = page_of(runs + varied(make_run, "ls"), tmp_path)
     assert row in page

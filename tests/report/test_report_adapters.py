@@ -32,7 +32,7 @@ from fedlowrank.report.groups import group_runs, measure_of
 from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.sentences import describe_setting
 from fedlowrank.report.style import drawing, to_svg
-from fedlowrank.report.tables import to_csv, to_markdown
+from fedlowrank.report.tables import comparison_markdown, to_csv
 
 T = stats.t.ppf(0.975, 1)
 LANGUAGE = {"language": {"path": "models/tiny", "task": "causal", "context": 64}, "classes": []}
@@ -81,7 +81,7 @@ def replying(weights, errors):
 class TestByRank:
     def test_ranks_are_positive_whole_numbers(self, make_run):
         run = make_run("a", rounds=rounds_of([[0.5] * 5]), clients=people(4, None, 0, True, 4))
-        assert low_rank.client_ranks(run) == {0: 4, 4: 4}
+        assert low_rank.recorded_ranks(run) == {0: 4, 4: 4}
         mixed = make_run("a", rounds=rounds_of([[0.5] * 4]), clients=people(2, 16, 2, 4))
         assert "Ranks of the clients: 16, 4, 2 × 2." in describe_setting(group_runs([mixed]))
 
@@ -133,7 +133,7 @@ class TestByRank:
     def test_is_shown_wherever_results_are_read(self, make_run, tmp_path):
         run = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         table = comparison([run])
-        for text in (text_of(table, 80), to_markdown(table), page_of([run], tmp_path)):
+        for text in (text_of(table, 80), comparison_markdown(table), page_of([run], tmp_path)):
             assert "Accuracy / % by rank of the client" in " ".join(text.split())
         (row,) = csv.DictReader(io.StringIO(to_csv(table)))
         assert (row["accuracy_rank_4"], row["accuracy_rank_1"]) == ("0.5", "0.2")

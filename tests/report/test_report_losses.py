@@ -32,7 +32,7 @@ from fedlowrank.report.groups import group_runs
 from fedlowrank.report.measures import ACCURACY, LOSS
 from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.sentences import describe_setting, find_warnings
-from fedlowrank.report.tables import to_csv, to_markdown
+from fedlowrank.report.tables import comparison_markdown, to_csv
 
 
 def lines(picture):
@@ -130,7 +130,7 @@ class TestInsteadOfAccuracy:
         assert cells(table, "loss", "over seeds")[1].startswith("0.0001013 ± ")
         cut = re.sub(r"(?s)<style>.*?</style>|<svg.*?</svg>", "", page_of(runs, tmp_path))
         cut = cut[cut.index('<section class="experiment"') : cut.index('<details id="e0-settings">')]
-        for written in (text_of(table), to_markdown(table), cut):
+        for written in (text_of(table), comparison_markdown(table), cut):
             assert "Test loss" in written
             assert "lower is better" in str(table.footnotes)
             assert "accuracy" not in written.lower()

@@ -27,7 +27,7 @@ from fedlowrank.report.gallery import draw_all, save_figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.sentences import collapse_warnings, find_warnings
 from fedlowrank.report.style import to_svg
-from fedlowrank.report.tables import to_markdown
+from fedlowrank.report.tables import comparison_markdown
 from fedlowrank.simulation.measurements import score_recovery
 
 TRUTH = [0, 1, 0, 1]
@@ -112,7 +112,7 @@ class TestCollapse:
         assert said in find_warnings(group_runs([good, bad]))
         table = comparison([good, bad])
         assert said in text_of(table, 1000)
-        assert "the router collapsed" in to_markdown(table)
+        assert "the router collapsed" in comparison_markdown(table)
         assert "the router collapsed" in page_of([good, bad], tmp_path)
         assert collapse_warnings(group_runs([good, other])) == []
         (said,) = collapse_warnings(
@@ -185,8 +185,8 @@ class TestOverRounds:
             [make_run("a", rounds=choosing(TRUTH), clients=people), make_run("b", clients=people)]
         )
         assert cells(table, "accuracy", "cluster recovery (ARI)") == ["1.00", "–"]
-        assert "cluster recovery (ARI)" in to_markdown(table)
-        assert "cluster recovery (ARI)" not in to_markdown(comparison([make_run("b")]))
+        assert "cluster recovery (ARI)" in comparison_markdown(table)
+        assert "cluster recovery (ARI)" not in comparison_markdown(comparison([make_run("b")]))
 
 
 def shades(axes):

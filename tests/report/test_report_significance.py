@@ -12,7 +12,7 @@ from fedlowrank.report.groups import group_runs
 from fedlowrank.report.measures import ACCURACY
 from fedlowrank.report.paired import make_families, paired_differences
 from fedlowrank.report.significance import compare_over_clients, compare_over_seeds, correct_holm
-from fedlowrank.report.tables import to_markdown
+from fedlowrank.report.tables import comparison_markdown
 
 GAPS = np.array([0.02, 0.05, -0.01, 0.04, 0.03])
 
@@ -156,7 +156,7 @@ def test_bold_and_columns_are_the_same_everywhere(make_run, tmp_path):
     assert (c["difference_best"], c["pairs"], c["paired_over"]) == (pytest.approx(-1.18 / 3), 3, "seeds")
     assert table.summary.bold == {(0, 1), (1, 1)}
     results = [row[1] for row in table.summary.rows]
-    markdown, page = to_markdown(table), page_of(runs, tmp_path)
+    markdown, page = comparison_markdown(table), page_of(runs, tmp_path)
     for text, is_bold in zip(results, (True, True, False), strict=True):
         assert (f"| **{text}** |" in markdown) is is_bold
         assert (f'<td class="right"><b>{text}</b></td>' in page) is is_bold

@@ -15,7 +15,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.metrics import RunStatistics, estimate
-from fedlowrank.report.tables import to_markdown
+from fedlowrank.report.tables import comparison_markdown
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 
@@ -303,7 +303,7 @@ def test_the_best_round_by_validation_stands_beside_the_last(make_run, tmp_path)
     (row,) = rows_of(table)
     assert row["best_by_validation"] == pytest.approx(mean)
     assert row["best_by_validation_ci95_seeds"] == pytest.approx(half, rel=1e-4)
-    for written in (text_of(table, all_tables=False), to_markdown(table), page_of(runs, tmp_path)):
+    for written in (text_of(table, all_tables=False), comparison_markdown(table), page_of(runs, tmp_path)):
         assert "by validation" in written
         assert f"{100 * mean:.2f} ± {100 * half:.2f}" in written
 

@@ -24,7 +24,7 @@ from fedlowrank.report.formats import (
     format_tick,
     one_line,
 )
-from fedlowrank.report.tables import to_csv, to_markdown
+from fedlowrank.report.tables import comparison_markdown, to_csv
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
@@ -82,7 +82,7 @@ def test_unfinished_runs_say_so(make_run, tmp_path):
     table = comparison(runs)
     for written in (
         text_of(table, all_tables=False),
-        to_markdown(table),
+        comparison_markdown(table),
         page_of(runs, tmp_path),
         to_csv(table),
     ):
@@ -94,11 +94,11 @@ def test_names_cannot_break_out(make_run):
     name = "<script>|[red]x[/red]|*_`$y$"
     table = comparison([make_run("a", title=name)])
     assert name in text_of(table)
-    for line in to_markdown(table).splitlines():
+    for line in comparison_markdown(table).splitlines():
         if line.startswith("|"):
             cells = line.replace("\\|", "").count("|")
             assert cells in {line.count("|"), cells}
-    tables = re.findall(r"(?:^\|.*\n)+", to_markdown(table).replace("\\|", ""), re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n)+", comparison_markdown(table).replace("\\|", ""), re.MULTILINE)
     assert len(tables) == len(table.tables) > 2
     for rows in tables:
         assert len({row.count("|") for row in rows.splitlines()}) == 1

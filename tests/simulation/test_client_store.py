@@ -19,7 +19,7 @@ from fedlowrank.core.errors import CheckpointError
 from fedlowrank.methods import METHODS
 from fedlowrank.simulation.client_store import ClientStore, LazyMapping
 from fedlowrank.simulation.simulate import simulate
-from fedlowrank.testing.check import federation
+from fedlowrank.testing.check import small_federation
 
 changes = st.lists(
     st.dictionaries(st.integers(0, 6), st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=4)
@@ -134,7 +134,7 @@ def test_a_run_ends_the_same_whatever_is_in_memory(name: str, tmp_path: Path) ->
     def run(rounds: int, folder: str, **options: Any) -> Any:
         return simulate(
             METHODS[name](),
-            federation(mixed=False),
+            small_federation(mixed=False),
             rounds=rounds,
             representations=0,
             folder=tmp_path / folder,

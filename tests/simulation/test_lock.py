@@ -13,7 +13,7 @@ import pytest
 from fedlowrank import simulate
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify, is_alive, read_holder
+from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify_process, is_alive, read_holder
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run_folder import RunFolder
 
@@ -113,14 +113,14 @@ def test_a_lock_is_exclusive_and_names_its_process(tmp_path: Path) -> None:
 
 
 def test_a_process_is_known_by_its_number_its_start_and_its_machine() -> None:
-    me = identify(os.getpid())
+    me = identify_process(os.getpid())
     assert is_alive(me)
     assert not is_alive({**me, "started": me["started"] - 100})
     assert not is_alive({**me, "pid": 2**22 + 1})
     assert is_alive({**me, "pid": 2**22 + 1, "host": "another"}), "nobody here can know"
     assert not is_alive({})
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
-        theirs = identify(child.pid)
+        theirs = identify_process(child.pid)
         assert is_alive(theirs)
         assert child.stdin is not None
         child.stdin.close()

@@ -32,7 +32,7 @@ from fedlowrank.data.federation import Federation as FederationType
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.digest import sealed
+from fedlowrank.simulation.digest import seal
 from fedlowrank.simulation.records import (
     METRICS,
     REPRESENTATIONS,
@@ -602,7 +602,7 @@ ENTRY = [0, 4, "00"]
 )
 def test_a_damaged_table_of_contents_is_named(tmp_path: Path, table: Any) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
-    contents = table if isinstance(table, bytes) else json.dumps(sealed(table)).encode()
+    contents = table if isinstance(table, bytes) else json.dumps(seal(table)).encode()
     damaged = b"1234" + contents + len(contents).to_bytes(8, "big")
     (folder / "checkpoint" / "000003.checkpoint").write_bytes(damaged)
     with pytest.raises(CheckpointError, match=r"000003\.checkpoint"):
@@ -758,7 +758,7 @@ def test_a_file_without_its_digest_is_refused_until_it_is_sealed(tmp_path: Path,
     path, whole = folder / name, RunRecord.load(folder)
     table = json.loads(path.read_text())
     del table[key]
-    path.write_text(json.dumps(sealed(table) if key != "digest" else table))
+    path.write_text(json.dumps(seal(table) if key != "digest" else table))
     with pytest.raises(CheckpointError, match=f"{key!r}.*seal_run"):
         RunRecord.load(folder)
     seal_run(folder)

@@ -24,7 +24,7 @@ from fedlowrank.methods.standalone import Standalone
 from fedlowrank.simulation.result import Result
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.unequal_sampling import draw_by_size, weights_by_size
-from fedlowrank.testing.check import federation as small_federation
+from fedlowrank.testing.check import small_federation as small_federation
 from fedlowrank.trust.settings import Clipping, SecureSums
 from methods.setting import CLASSES, Net, arrays
 

@@ -21,7 +21,7 @@ from fedlowrank.testing.bench import (
     USER,
     FloorLoop,
     UserLoop,
-    federation,
+    bench_federation,
     time_defaults,
     time_rounds,
 )
@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 def test_the_loops_take_the_same_steps(name: str) -> None:
     """With the same batches the user's loop ends in the same weights as a round."""
     subject = SUBJECTS[name]
-    fed = federation(subject, clients=4)
+    fed = bench_federation(subject, clients=4)
     run = Run(
         FedAvg(batch_size=32, optimizer=SGD(lr=0.01)),
         fed,

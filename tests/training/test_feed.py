@@ -156,7 +156,7 @@ def test_data_on_a_device_are_rows_of_one_tensor(kind: str) -> None:
         for c in range(3)
     ]
     made = Federation.from_arrays(data, nn.Sequential(nn.Flatten(), nn.Linear(18, 3)), classes=3)
-    made = made.packed() if kind == "bytes" else made
+    made = made.pack_images() if kind == "bytes" else made
     # another name of the processor, which counts as another device
     moved = made.to("cpu:0")
     for here, there in zip(made.clients, moved.clients, strict=True):

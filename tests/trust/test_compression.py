@@ -450,7 +450,7 @@ def test_a_model_of_half_precision_and_the_residual_add_up(text: str, dtype: tor
     model = {"model": {p: 1 + t.abs() for p, t in make_update(1, dtype).items()}}
     end, start = flatten(model["model"]).astype(np.float64), flatten(model["model"]).astype(np.float64)
     for step in range(40):
-        update = {tree.join("/model", p): t * 2e-4 for p, t in make_update(100 + step % 3).items()}
+        update = {tree.join_path("/model", p): t * 2e-4 for p, t in make_update(100 + step % 3).items()}
         reference = dict(tree.leaves(model))
         message, residual = with_feedback(stages, update, residual, KEY / step, reference)
         model = with_compared(None, model, decompress(stages, travel(message), reference))

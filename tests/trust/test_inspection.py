@@ -163,7 +163,7 @@ def test_a_lie_about_the_number_of_examples_counts_at_most_ten_times() -> None:
     claimed = [i.examples for i in lying.federation.infos]
     for weights, most in (("examples", 10 * int(np.median(claimed))), ("equal", int(np.median(claimed)))):
         guarded = run_of(attack=Attack("examples", share=0.3), robust=Robust("median", weights=weights))  # type: ignore[arg-type]
-        counts = [guarded.counted(i).examples for i in guarded.federation.infos]
+        counts = [guarded.weigh_client(i).examples for i in guarded.federation.infos]
         assert max(counts) == most
         assert (len(set(counts)) == 1) == (weights == "equal")
 
@@ -188,9 +188,9 @@ def test_lies_do_not_carry_an_attack_through_a_rule(updates: np.ndarray) -> None
 def test_the_weights_of_clusters_stay_under_the_geometric_median() -> None:
     """A method's own weights, such as pi of a mixture, are multiplied and not replaced."""
     from fedlowrank.core.contribution import Mean
-    from fedlowrank.simulation.inspection import reweighted
+    from fedlowrank.simulation.inspection import reweight
 
-    found = reweighted({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
+    found = reweight({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
     assert [found["a"].weight, found["b"].weight] == [27.0, 3.0]
 
 

@@ -50,7 +50,7 @@ def vector(params: Any) -> np.ndarray:
 def start_of(run: Run) -> Any:
     return (
         run.state.server.inner
-        if isinstance(run.state.server, tree.registered(Protected.__module__))
+        if isinstance(run.state.server, tree.tree_classes(Protected.__module__))
         else run.state.server
     )
 

@@ -17,11 +17,18 @@ import dp_accounting
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.data.dataset import Examples
-from fedlowrank.data.overlap import SKETCH, shared, sketch_examples, sketch_files
+from fedlowrank.data.overlap import SKETCH, overlap, sketch_examples, sketch_files
 from fedlowrank.trust.accounting import Sampling, composed_epsilon, total_epsilon
 from fedlowrank.trust.budget import Budget
 from fedlowrank.trust.settings import Privacy
-from fedlowrank.trust.site_ledger import SiteLedger, SiteRun, accounts, entries, spent, state_folder
+from fedlowrank.trust.site_ledger import (
+    SiteLedger,
+    SiteRun,
+    accounts,
+    entries,
+    state_folder,
+    total_epsilon_of,
+)
 
 DELTA = 1e-3
 ALL = Sampling("all", 3)
@@ -82,7 +89,7 @@ def test_runs_on_the_same_data_share_one_budget(kind: Any, tmp_path: Path) -> No
             run.charge(5, 1.0, [1])
     found = entries(state_folder() / "privacy")
     assert [len(group) for group in accounts(found)] == [2]
-    total = spent(
+    total = total_epsilon_of(
         next(run.kind for run, _ in found.values()), [ledger for _, ledger in found.values()], DELTA, "rdp"
     )
     assert total == pytest.approx(gaussian_epsilon([4.0] * 6), rel=1e-9)
@@ -148,7 +155,9 @@ def test_poisson_draws_of_several_runs_are_composed() -> None:
         event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(noise))
         accountant.compose(event, rounds)
     ledgers = [ledger for _, ledger in entries(state_folder() / "privacy").values()]
-    assert spent("central", ledgers, DELTA, "rdp") == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
+    assert total_epsilon_of("central", ledgers, DELTA, "rdp") == pytest.approx(
+        accountant.get_epsilon(DELTA), rel=1e-9
+    )
 
 
 def test_a_client_of_a_server_counts_all_its_rounds_drawn_or_not() -> None:
@@ -219,11 +228,11 @@ def test_files_are_the_same_data_in_any_order_and_with_more_lines(tmp_path: Path
     (folder / "a").write_text("\n".join(lines[:50]) + "\n\n\n")
     (folder / "b").write_text("\n".join(lines[50:]))
     first = sketch_files([tmp_path / "first"])
-    found = {path: shared(first, sketch_files([tmp_path / path])) for path in (*names, "dos", "folder")}
+    found = {path: overlap(first, sketch_files([tmp_path / path])) for path in (*names, "dos", "folder")}
     assert found == {
         "first": 1, "reversed": 1, "one more": 1, "half": 1, "few": 0.025, "others": 0, "dos": 1, "folder": 1
     }  # fmt: skip
-    assert shared(first, []) == 0
+    assert overlap(first, []) == 0
 
 
 @pytest.mark.parametrize(
@@ -237,15 +246,15 @@ def test_the_share_of_large_data_is_estimated(mine: int, theirs: int, common: in
     assert len(a) == SKETCH
     # of (9000, 300), about 300 * 1024/9000 = 34 digests are compared
     deviation = 0.02 if theirs > 1000 else 0.08
-    assert shared(a, b) == pytest.approx(common / min(mine, theirs), abs=4 * deviation)
-    assert shared(a, b) == shared(b, a)
+    assert overlap(a, b) == pytest.approx(common / min(mine, theirs), abs=4 * deviation)
+    assert overlap(a, b) == overlap(b, a)
 
 
 def test_prepared_examples_are_the_same_data_in_any_order() -> None:
     x, order = torch.randn(100, 3), torch.randperm(100)
     first = sketch_examples(Examples(x, torch.arange(100)))
-    assert shared(first, sketch_examples(Examples(x[order], torch.zeros(100, dtype=torch.int64)))) == 1
-    assert shared(first, sketch_examples(Examples(torch.randn(100, 3), torch.arange(100)))) == 0
+    assert overlap(first, sketch_examples(Examples(x[order], torch.zeros(100, dtype=torch.int64)))) == 1
+    assert overlap(first, sketch_examples(Examples(torch.randn(100, 3), torch.arange(100)))) == 0
     tokens = {
         "input_ids": torch.arange(40).reshape(10, 4),
         "attention_mask": torch.ones(10, 4, dtype=torch.int64),

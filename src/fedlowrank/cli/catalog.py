@@ -22,7 +22,7 @@ from ..data.text.sources import TEXT_SOURCES
 from ..methods import METHODS
 from ..models.zoo import MODELS
 from ..simulation.client_metrics import METRICS
-from ..testing.check import check_method, federation
+from ..testing.check import check_method, small_federation
 from ..trust.abilities import ABILITIES, abilities
 from .terminal import OUT, strip_markup
 
@@ -62,7 +62,7 @@ def build_trust_table() -> dict[str, Any]:
     """The table of ``fedlowrank list --trust``: for each method and ability yes, or the reason why not."""
     rows = []
     for name, cls in METHODS.items():
-        found = abilities(cls(), federation(cls.heterogeneous).task(1))
+        found = abilities(cls(), small_federation(cls.heterogeneous).task(1))
         rows.append([name, *("yes" if reason is None else f"no: {reason}" for reason in found.values())])
     title = "What can be done with the updates of a method"
     return _table(title, ["method", *ABILITIES.values()], rows, trust=True)

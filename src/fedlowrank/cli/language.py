@@ -40,7 +40,7 @@ def adapters(
     if is_taken:
         RunFolder.move_aside(out)
     with as_checkpoint_error(f"cannot write {out}"):
-        for path in language_of(run).write(run, out, merged, rank):
+        for path in language_of_run(run).write(run, out, merged, rank):
             OUT.print(str(path))
             _print_truncation(path)
     OUT.print("Load one by PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
@@ -97,7 +97,7 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
         task: what they write, and how it is judged.
         models: ``server``, ``base`` or numbers of clients; by default the server's model, or else client 0.
     """
-    language = language_of(run)
+    language = language_of_run(run)
     if language.settings.task != "causal":
         raise ConfigError("this run's models classify and write no text; their accuracy is in the report")
     found = {}
@@ -117,7 +117,7 @@ def prompt_of(language: Language) -> Any:
     return prompt
 
 
-def language_of(run: Run) -> Language:
+def language_of_run(run: Run) -> Language:
     """What belongs to the language models of a run.
 
     Raises:

@@ -34,7 +34,7 @@ from ..network.deploy.supervise import supervise
 from ..network.drive import clients_of
 from ..network.enrollment.key_request import PASSPHRASE
 from ..network.enrollment.roster import ROSTER, KeyRoster
-from ..network.operation.policy import Policy, refuse, upload_paths
+from ..network.operation.policy import Policy, raise_violations, upload_paths
 from ..network.site.audit_log import AUDIT, SiteAudit
 from ..network.site.settings import SiteSettings
 from ..network.site.signatures import read_public_key
@@ -330,12 +330,14 @@ def join(
             logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
         if experiment.run.privacy.kind != "none":
             parts = sketch_files([data])
-    allowed = Policy.stored(folder) if policy is None else Policy.read(policy)
+    allowed = Policy.of_folder(folder) if policy is None else Policy.read(policy)
     prepare(folder, experiment, client, shares, site, parts=parts)
     if allowed is not None:
         train = len(shares.data[client].train)
         sends = site.evaluation != "none"
-        refuse(allowed, allowed.violations(experiment, count, train, lambda: upload_paths(folder), sends))
+        raise_violations(
+            allowed, allowed.violations(experiment, count, train, lambda: upload_paths(folder), sends)
+        )
         allowed.store(folder)
         SiteAudit(folder / AUDIT).policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
         logger.info(f"client {client}: the experiment keeps to the policy, digest {allowed.digest}")

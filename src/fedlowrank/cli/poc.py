@@ -102,7 +102,7 @@ def poc(file: Path | None, clients: int | None, out: Path | None) -> int:
         ]  # fmt: skip
         run = base / "run"
         say(f"a server and {count} sites in {base}; Ctrl-C ends all of them")
-        with processes([[*server, "-o", str(run)], *sites]) as started:
+        with run_processes([[*server, "-o", str(run)], *sites]) as started:
             code = started[0].wait()
             end = time.monotonic() + PATIENCE
             for site in started[1:] if code == 0 else ():
@@ -137,7 +137,7 @@ def choose_clients(file: Path, clients: int | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+def run_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
     """Start commands, the server first, and pass on their lines; whatever happens, all of them end."""
     started: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []

@@ -6,7 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..trust.ledger import PrivacyLedger
-from ..trust.site_ledger import Kind, SiteRun, accounts, entries, spent, state_folder
+from ..trust.site_ledger import Kind, SiteRun, accounts, entries, state_folder, total_epsilon_of
 from .terminal import OUT, say
 
 _WHOSE: dict[Kind, str] = {
@@ -35,7 +35,7 @@ def _account(runs: list[tuple[SiteRun, PrivacyLedger]]) -> Table:
     table = Table("began", "method", "folder", "releases", "σ", "δ", "ε", title=f"privacy {_WHOSE[kind]}")
     for run, ledger in runs:
         noise = ", ".join(f"{sigma:.4g}" for sigma in ledger.noises())
-        own = spent(kind, [ledger], run.delta, run.accountant)
+        own = total_epsilon_of(kind, [ledger], run.delta, run.accountant)
         table.add_row(
             run.began,
             escape(run.method),
@@ -46,7 +46,7 @@ def _account(runs: list[tuple[SiteRun, PrivacyLedger]]) -> Table:
         )
     # the smallest δ is the strictest statement, and holds for the others
     delta, accountant = min(run.delta for run, _ in runs), runs[-1][0].accountant
-    total = spent(kind, [ledger for _, ledger in runs], delta, accountant)
+    total = total_epsilon_of(kind, [ledger for _, ledger in runs], delta, accountant)
     releases = sum(ledger.rounds() for _, ledger in runs)
     table.add_section()
     count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"

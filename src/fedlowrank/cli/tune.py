@@ -13,11 +13,11 @@ from ..config.tune_section import TuneSettings
 from ..config.tuning import (
     TUNED,
     Setting,
-    choose,
+    choose_setting,
     find_edges,
     plan_tuning,
     score_run,
-    settings_of,
+    tune_settings,
     tuned_experiment,
 )
 from ..config.unread_overrides import COMPARED, refuse_unread_overrides
@@ -74,7 +74,7 @@ def tune_experiment(
         The experiment with the chosen settings and the test seeds; None if runs failed, so that nothing can
         be chosen, or no method has a setting that does not diverge.
     """
-    plan, tune = plan_tuning(experiment, out), settings_of(experiment)
+    plan, tune = plan_tuning(experiment, out), tune_settings(experiment)
     runs = [run for setting in plan for run in setting.runs]
     OUT.print(f"{len(plan)} settings of {len(experiment.compared_methods)} methods, {len(runs)} tuning runs")
     if not force:
@@ -94,7 +94,7 @@ def tune_experiment(
         titles[name]: [_with_scores(one, by_folder, tune) for one in plan if one.method == name]
         for name in names
     }
-    chosen = {title: choose(settings) for title, settings in scored.items()}
+    chosen = {title: choose_setting(settings) for title, settings in scored.items()}
     warnings = [
         f"{title}: not compared, for no setting of the grid has a result"
         for title, setting in chosen.items()

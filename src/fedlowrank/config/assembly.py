@@ -74,7 +74,7 @@ def share_data(experiment: FederationSettings) -> Shares:
     key, preparation, language = Key((experiment.run.seed,)), experiment.data.preparation, None
     # a name that cannot be imported is an error before data are read
     partition = experiment.partition
-    partition = partition.imported() if isinstance(partition, OwnPartition) else partition
+    partition = partition.with_function() if isinstance(partition, OwnPartition) else partition
     if experiment.language is None:
         dataset = experiment.data.load(experiment.run.seed)
     else:

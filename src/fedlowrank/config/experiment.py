@@ -387,7 +387,7 @@ class ExperimentConfig(pydantic.BaseModel):
         return load_language(self, classes)
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
-        """Entries of ``run.json`` besides what :func:`fedlowrank.simulation.simulate.describe` knows.
+        """Entries of ``run.json`` besides what :func:`fedlowrank.simulation.simulate.describe_run` knows.
 
         Args:
             name: of the method or variant that runs; by default the experiment's.

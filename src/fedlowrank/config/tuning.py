@@ -76,7 +76,7 @@ def plan_tuning(experiment: ExperimentConfig, out: Path) -> list[Setting]:
     Raises:
         ConfigError: if there is no such section, or a field or value is wrong.
     """
-    tune = settings_of(experiment)
+    tune = tune_settings(experiment)
     if experiment.vary:
         raise ConfigError(
             "the experiment varies fields (vary = ...), but [tune] chooses one setting. Remove vary."
@@ -91,7 +91,7 @@ def plan_tuning(experiment: ExperimentConfig, out: Path) -> list[Setting]:
     return found
 
 
-def settings_of(experiment: ExperimentConfig) -> TuneSettings:
+def tune_settings(experiment: ExperimentConfig) -> TuneSettings:
     """The section ``[tune]`` of an experiment; raises ConfigError if it has none."""
     if experiment.tune is None:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _cost(score: ValidationScore) -> float:
     return score.value if score.is_loss else -score.value
 
 
-def choose(settings: Sequence[Setting]) -> Setting | None:
+def choose_setting(settings: Sequence[Setting]) -> Setting | None:
     """Choose the setting of a method with the best mean score; of equal ones the first in the grid.
 
     Args:
@@ -261,7 +261,7 @@ def tuned_experiment(experiment: ExperimentConfig, chosen: Sequence[Setting]) ->
         "name": experiment.name + TUNED,
         "title": experiment.title or experiment.name,
         "compare": [one.method for one in chosen],
-        "seeds": list(settings_of(experiment).test_seeds),
+        "seeds": list(tune_settings(experiment).test_seeds),
         "methods": {name: fields for name, fields in methods.items() if fields},
     }
     return _overlay(experiment, tables)

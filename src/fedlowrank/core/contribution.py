@@ -198,7 +198,7 @@ class Aggregator:
                 raise tree.TreeError(
                     f"the contribution of client {client} has the form {kinds}, not {self._structure}"
                 )
-            for path, leaf in leaves(contribution):
+            for path, leaf in contribution_leaves(contribution):
                 self._add(path, leaf, client)
             self.contributed.append(client)
 
@@ -226,7 +226,7 @@ class Aggregator:
         return tree.cast_like(total, self._forms[path])
 
 
-def leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:
+def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:
     """The leaves of a contribution with their paths."""
     found: list[tuple[str, Mean | Sum | Each]] = []
     map_leaves(lambda path, leaf: found.append((path, leaf)), contribution)
@@ -240,9 +240,9 @@ def map_leaves(f: Callable[[str, Any], Any], contribution: Any, path: str = "") 
         TreeError: if it holds anything but dicts and lists of leaves.
     """
     if isinstance(contribution, dict):
-        return {key: map_leaves(f, value, tree.join(path, key)) for key, value in contribution.items()}
+        return {key: map_leaves(f, value, tree.join_path(path, key)) for key, value in contribution.items()}
     if isinstance(contribution, list):
-        return [map_leaves(f, value, tree.join(path, str(i))) for i, value in enumerate(contribution)]
+        return [map_leaves(f, value, tree.join_path(path, str(i))) for i, value in enumerate(contribution)]
     if not isinstance(contribution, (Mean, Sum, Each, type)):
         raise tree.TreeError(
             f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "
@@ -256,7 +256,7 @@ def fault_of(contribution: Any) -> str | None:
 
     Values of Each are not examined: only the method knows what they may hold.
     """
-    for path, leaf in leaves(contribution):
+    for path, leaf in contribution_leaves(contribution):
         weight = leaf.weight if isinstance(leaf, Mean) else 0.0
         if not 0 <= weight < math.inf:
             return f"the weight of the mean at {path or 'its top'} is {weight:.4g}"

@@ -116,11 +116,11 @@ class Loss(CheckedFields):
 
     @property
     def function(self) -> LossFunction | None:
-        """The user's own function, once :func:`as_loss` or :meth:`imported` has set it."""
+        """The user's own function, once :func:`as_loss` or :meth:`with_function` has set it."""
         found: LossFunction | None = vars(self).get("_function")
         return found
 
-    def imported(self) -> Loss:
+    def with_function(self) -> Loss:
         """The loss with its function, if that is one of the user's own and only named yet; this runs its module.
 
         Raises:

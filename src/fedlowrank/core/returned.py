@@ -76,7 +76,7 @@ def check_start(start: Any, path: str = "") -> None:
             "is. Make it a tensor, as by torch.tensor(...), or leave it out of what is trained"
         )
     for key, child in () if isinstance(start, Tensor) else tree.children(start, path) or ():
-        check_start(child, tree.join(path, key))
+        check_start(child, tree.join_path(path, key))
 
 
 def check_function(what: str, function: Callable[..., Any], given: Sequence[str], constants: Any) -> None:

@@ -23,7 +23,7 @@ TYPES = {
 """Names of types in the format, in the order of the library: the widest first, so that all are aligned."""
 
 
-def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a safetensors file.
 
     Args:

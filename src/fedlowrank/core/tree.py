@@ -64,7 +64,7 @@ def register(cls: type[Any]) -> None:
     _CLASSES[_name(cls)] = cls
 
 
-def registered(module: str) -> tuple[type[Any], ...]:
+def tree_classes(module: str) -> tuple[type[Any], ...]:
     """The classes of trees of a module."""
     return tuple([c for c in _CLASSES.values() if c.__module__ == module])
 
@@ -112,7 +112,7 @@ def rebuild(like: Any, parts: list[tuple[str, Any]]) -> Any:
     return type(like)(**dict(parts))
 
 
-def join(path: str, key: str) -> str:
+def join_path(path: str, key: str) -> str:
     """A JSON pointer (RFC 6901), so that any spelling of a key gives a path of its own."""
     return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
 
@@ -123,7 +123,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield path, value
         return
     for key, child in children(value, path) or ():
-        yield from leaves(child, join(path, key))
+        yield from leaves(child, join_path(path, key))
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -194,7 +194,9 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
                 f"{type(other).__name__} of {keys}"
             )
         columns.append(dict(found or ()))
-    return rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), join(path, k))) for k, v in items])
+    return rebuild(
+        first, [(k, _map(f, v, tuple(c[k] for c in columns), join_path(path, k))) for k, v in items]
+    )
 
 
 def canonical(value: T) -> T:
@@ -266,7 +268,7 @@ def skeleton(value: Any, path: str = "") -> Any:
     items = children(value, path)
     if items is None:
         return {"v": value}
-    parts = {k: skeleton(v, join(path, k)) for k, v in items}
+    parts = {k: skeleton(v, join_path(path, k)) for k, v in items}
     if isinstance(value, (list, tuple)):
         return {"l" if isinstance(value, list) else "u": list(parts.values())}
     return {"d": parts} if isinstance(value, dict) else {"c": _name(type(value)), "d": parts}
@@ -287,7 +289,7 @@ def encode(value: Any) -> bytes:
         tensors[path] = flat
     text = json.dumps(skeleton(value), separators=(",", ":"))
     try:
-        return one_buffer.save(tensors, {"tree": text})
+        return one_buffer.safetensors_bytes(tensors, {"tree": text})
     except (KeyError, ValueError, RuntimeError) as error:
         raise TreeError(f"a tensor or a name in the tree has no safetensors form: {error!r}") from error
 
@@ -359,8 +361,8 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
         return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
     for tag, kind in (("l", list), ("u", tuple)):
         if tag in shape:
-            return kind(_decode(s, tensors, join(path, str(i)), left) for i, s in enumerate(shape[tag]))
-    parts = {k: _decode(s, tensors, join(path, k), left) for k, s in shape["d"].items()}
+            return kind(_decode(s, tensors, join_path(path, str(i)), left) for i, s in enumerate(shape[tag]))
+    parts = {k: _decode(s, tensors, join_path(path, k), left) for k, s in shape["d"].items()}
     if "c" not in shape:
         return parts
     if shape["c"] not in _CLASSES:

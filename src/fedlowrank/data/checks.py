@@ -47,7 +47,7 @@ def describe_array(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def check_finite(name: str, x: Tensor) -> None:
+def check_finite_values(name: str, x: Tensor) -> None:
     """Reject values [n, ...] with a NaN or an infinity, by a DataError with their number and the first."""
     # a sum is finite only if all its terms are; where it overflows, the terms decide
     if not x.is_floating_point() or math.isfinite(x.sum().item()):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.key import Key
-from .checks import check_finite, chunks, describe_array
+from .checks import check_finite_values, chunks, describe_array
 from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
@@ -196,7 +196,7 @@ class Dataset:
         for name, tensor in [*named.items(), ("the targets", y)]:
             if tensor.numel() == 0:
                 raise DataError(f"{where} has inputs without values: {describe_array(tensor)}.")
-            check_finite(f"{name} of {where}", tensor)
+            check_finite_values(f"{name} of {where}", tensor)
         if natural is not None and len(natural) != len(y):
             raise DataError(f"{where} needs client ids int64 [{len(y)}], not {describe_array(natural)}.")
 

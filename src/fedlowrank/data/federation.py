@@ -42,7 +42,7 @@ from .user_arrays import (
     label_warning,
     target_warning,
 )
-from .user_clients import read_clients
+from .user_clients import read_user_clients
 from .user_labels import number_labels, number_words
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Federation:
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
             raise DataError(f"there are {len(self.clients)} clients, but {len(self.infos)} infos")
-        loss = as_loss(self.loss).imported()
+        loss = as_loss(self.loss).with_function()
         object.__setattr__(self, "loss", fit_loss(loss, self.clients, self.classes))
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             if info.id != i:
@@ -281,7 +281,7 @@ class Federation:
         """Whether images are stored as bytes."""
         return isinstance(self.clients[0].train.x, Pixels)
 
-    def packed(self) -> Federation:
+    def pack_images(self) -> Federation:
         """The same federation with images stored as bytes, without loss, in a quarter of the memory.
 
         Raises:
@@ -296,8 +296,8 @@ class Federation:
         pixels = dict(zip(images, pack(list(images.values())), strict=True))
         return replace(self, clients=self._map_examples(lambda e: Examples(pixels[id(e.x)], e.y)))
 
-    def unpacked(self) -> Federation:
-        """The same federation with images as float32, the inverse of :meth:`packed`."""
+    def unpack_images(self) -> Federation:
+        """The same federation with images as float32, the inverse of :meth:`pack_images`."""
         if not self.is_packed:
             return self
         return replace(self, clients=self._map_examples(lambda e: Examples(e.inputs, e.y)))
@@ -442,9 +442,9 @@ class Federation:
         """
         key = Key((seed,))
         given, classes_given = number_words(
-            read_clients(clients, Columns(client, target, features, split), key), classes
+            read_user_clients(clients, Columns(client, target, features, split), key), classes
         )
-        loss = as_loss(loss).imported()
+        loss = as_loss(loss).with_function()
         titles = [one.title for one in given]
         models = model if isinstance(model, Mapping) else {"model": model}
         first = first_input(given[0])

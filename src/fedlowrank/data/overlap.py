@@ -39,7 +39,7 @@ def sketch_examples(examples: Examples) -> list[str]:
     return _sketch(b"".join(parts) for parts in zip(*rows, strict=True))
 
 
-def shared(one: Sequence[str], other: Sequence[str]) -> float:
+def overlap(one: Sequence[str], other: Sequence[str]) -> float:
     """Share of the smaller data set that is in the other one, by their sketches; 0 if either is empty."""
     # below the bound, either sketch holds all digests of its data
     bounds = [sketch[-1] for sketch in (one, other) if len(sketch) == SKETCH]

@@ -45,7 +45,7 @@ class OwnPartition(CheckedFields):
 
     @property
     def function(self) -> PartitionFunction | None:
-        """The function, once :func:`as_partition` or :meth:`imported` has set it."""
+        """The function, once :func:`as_partition` or :meth:`with_function` has set it."""
         found: PartitionFunction | None = vars(self).get("_function")
         return found
 
@@ -55,7 +55,7 @@ class OwnPartition(CheckedFields):
         count = self.options.get("clients")
         return count if isinstance(count, int) else None
 
-    def imported(self) -> OwnPartition:
+    def with_function(self) -> OwnPartition:
         """The partition with its function; this runs the module of one that is only named.
 
         Raises:
@@ -75,7 +75,7 @@ class OwnPartition(CheckedFields):
             DataError: if the function returns something else than the positions of each client.
         """
         n = check_labels(labels, classes, 1, regression=True)
-        function = self.imported().function
+        function = self.with_function().function
         if function is None:
             raise AssertionError("an imported partition has a function")
         # copies: what the function does to them is its own affair

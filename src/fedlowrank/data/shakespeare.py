@@ -87,7 +87,7 @@ class Shakespeare(CheckedFields):
         """Windows [n, length + 1] of the text of each role that has enough."""
         out = {}
         for name, speeches in roles.items():
-            codes = encode("\n".join(speeches))
+            codes = encode_characters("\n".join(speeches))
             if len(codes) > self.length:
                 out[name] = np.lib.stride_tricks.sliding_window_view(codes, self.length + 1)[:: self.step]
         return out
@@ -102,7 +102,7 @@ class Shakespeare(CheckedFields):
         return roles
 
 
-def encode(text: str) -> np.ndarray:
+def encode_characters(text: str) -> np.ndarray:
     """The numbers of the characters of a text, uint8 [n]."""
     numbers = {character: k for k, character in enumerate(ALPHABET)}
     return np.fromiter((numbers.get(c, len(ALPHABET)) for c in text), dtype=np.uint8, count=len(text))
@@ -131,7 +131,7 @@ def _leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, 
                 f"{path!r}: the user {name!r} needs texts of 80 characters, each with the next one."
             )
         if pairs:
-            out[name] = encode("".join(x + y for x, y in pairs)).reshape(len(pairs), 81)
+            out[name] = encode_characters("".join(x + y for x, y in pairs)).reshape(len(pairs), 81)
     return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.errors import DataError
 from ..core.key import Key
 from ..core.losses import AUTO, OF_LABELS, OF_REAL_TARGETS, Loss
-from .checks import check_finite, describe_array
+from .checks import check_finite_values, describe_array
 from .data_frames import frame_inputs, is_frame
 from .dataset import ClientData, Examples, Inputs
 from .input_types import InputTypes
@@ -101,8 +101,8 @@ def examples_from_arrays(
             inputs = types.convert(input_tensor(x, "the inputs"), where)
         examples = Examples(inputs, targets)
         for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
-            check_finite(name, tensor)
-        check_finite("its targets", targets)
+            check_finite_values(name, tensor)
+        check_finite_values("its targets", targets)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     return examples

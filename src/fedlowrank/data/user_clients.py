@@ -33,7 +33,7 @@ class GivenClient:
     parts: Mapping[str, tuple[Any, Any]]
 
 
-def read_clients(clients: Any, columns: Columns, key: Key) -> list[GivenClient]:
+def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenClient]:
     """The clients, in the order of a list or dict, or of the sorted values of a frame's column.
 
     Raises:

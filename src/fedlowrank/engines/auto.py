@@ -28,7 +28,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def choose(
+def choose_engine(
     method: AnyMethod, federation: Federation, clients: int, micro_batch: int | None
 ) -> tuple[type[Engine], str]:
     """The engine for a federation, and the reason.
@@ -72,7 +72,7 @@ def _operations(method: AnyMethod, federation: Federation, clients: int) -> floa
 
 @dataclass
 class Auto(Engine):
-    """The engine that :func:`choose` names when a run begins.
+    """The engine that :func:`choose_engine` names when a run begins.
 
     A run that goes on keeps its bits: a machine with other cores, on which another engine would be chosen, does not
     exchange the vectorized one for others.
@@ -88,7 +88,7 @@ class Auto(Engine):
 
     def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
         """See the base class."""
-        kind, reason = choose(method, federation, clients, self.micro_batch)
+        kind, reason = choose_engine(method, federation, clients, self.micro_batch)
         if earlier and (earlier == Vectorized.name) != (kind is Vectorized):
             kind, reason = Vectorized if earlier == Vectorized.name else Sequential, "as the run began"
         self.chosen, self.reason = kind(self.ledger, self.micro_batch), reason

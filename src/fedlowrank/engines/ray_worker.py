@@ -58,7 +58,7 @@ def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: in
         replace(task, architectures=models),
         micro_batch,
         first.y.device.type,
-        tree.registered("__main__"),
+        tree.tree_classes("__main__"),
     )
 
 

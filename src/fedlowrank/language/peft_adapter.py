@@ -39,7 +39,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
         config: of :func:`.peft_config.lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
             is ``peft_config["default"]`` of the result. A rank above what a layer can have is lowered there,
             with a warning, as by :func:`fedlowrank.adapters.lora_layers.add_lora`.
-        key: of the factor that is random, see :func:`initial_factors`. torch's global generator is as before.
+        key: of the factor that is random, see :func:`initial_peft_factors`. torch's global generator is as before.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
 
     Returns:
@@ -99,7 +99,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
             layer.scaling[ADAPTER] = scale
     own, adapted = dict(tuned.named_parameters()), find_lora(tuned, None).layers
     with torch.no_grad():
-        for layer, pair in initial_factors(adapted, made.r, key, made.init_lora_weights).items():
+        for layer, pair in initial_peft_factors(adapted, made.r, key, made.init_lora_weights).items():
             own_pair = truncate_pair(pair, min(adapted[layer].shape))
             for name, value in adapted[layer].as_parameters(own_pair).items():
                 own[name].copy_(value)
@@ -109,7 +109,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
     return tuned.eval()
 
 
-def initial_factors(
+def initial_peft_factors(
     layers: Mapping[str, AdaptedLayer], rank: int, key: Key, init: bool | str = True
 ) -> Factors:
     """Random initial factors as PEFT's: A random and B zero, of an embedding A zero and B random.

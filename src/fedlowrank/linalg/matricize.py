@@ -187,7 +187,7 @@ class WeightMeasure:
     nbytes: int
 
 
-def measure(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, WeightMeasure]:
+def measure_weights(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, WeightMeasure]:
     """Rank, energy, parameter count and bytes of every weight of a model, in whichever form it is."""
     return {n: _measure(w) for n, w in weights.items()}
 

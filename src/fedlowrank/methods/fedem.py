@@ -40,7 +40,7 @@ def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -
     return (pi.log() - losses_of(model, models, batch)).softmax(-1)
 
 
-def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
+def update_mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
     """π ``[C]`` after one EM step with fixed models."""
     model = view.model
 
@@ -95,7 +95,9 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
             q = shares_of_examples(model, received, pi, batch)
             return mean_loss((q * losses_of(model, models, batch)).sum(-1), batch)
 
-        return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, constants=(down, pi))
+        return update_mixture(down, pi, view), view.train(
+            loss, down, "local", self.optimizer, constants=(down, pi)
+        )
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the components, weighted by n_k and not by the shares."""
@@ -127,5 +129,5 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
             return state
         pi = _even_shares(down)
         for _ in range(self.adapt):
-            pi = mixture(down, pi, view)
+            pi = update_mixture(down, pi, view)
         return pi

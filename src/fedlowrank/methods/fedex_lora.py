@@ -24,7 +24,7 @@ from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, cast_like, tree, widen
 from ..core.update import Update
 from ..linalg.pair import Factors, Pair
-from .families.base_updates import Base, Keep, Ledger, weighted
+from .families.base_updates import Base, Keep, Ledger, weigh_factors
 from .families.lora import (
     Leaves,
     Message,
@@ -32,10 +32,10 @@ from .families.lora import (
     Tuning,
     initial_factors,
     leaves_of,
-    placed,
+    model_parameters,
     rank_of_factors,
-    received,
-    tune,
+    read_factors,
+    train_leaves,
 )
 from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
 
@@ -102,13 +102,13 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """Add the residuals, then train both factors."""
         base, start = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
-        end = tune(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
+        end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
         kept, upload = reply(self, end)
         return Own(base, kept), upload
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
-        factors, n = received(upload), client.examples
+        factors, n = read_factors(upload), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
@@ -119,7 +119,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             for factors in total["each"].values()
         ]
         scale = server.scaling.at(rank_of_factors(means))
-        residual = cast_like(weighted(gaps, [scale * w / sum(weights) for w in weights]), means)
+        residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)
         return Server(
             means,
             server.ledger.grown(residual, view.replied, self.tuning.wire),
@@ -141,7 +141,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """The same as at every client that has all residuals."""
         leaves = leaves_of(server.factors, state.rest | server.rest)
         frozen, _ = Base({}, server.ledger.updates).beside("stacked", lora_of(view.model))
-        return placed(view.model, leaves, self.tuning.scale(view), frozen, {})
+        return model_parameters(view.model, leaves, self.tuning.scale(view), frozen, {})
 
     def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
         base = state.base.followed(down.residuals, self.keep, lora)

@@ -35,16 +35,24 @@ from ..linalg.pair import Factors
 from .families.effective_delta import (
     Truncated,
     Weighing,
-    discarded,
     energies,
     first_components,
     is_half,
     ranks_of,
     remainder,
+    truncation_energy,
     weighted_sum,
     whole,
 )
-from .families.lora import Message, Scaling, Tuning, initial_factors, rank_of_factors, received, tune
+from .families.lora import (
+    Message,
+    Scaling,
+    Tuning,
+    initial_factors,
+    rank_of_factors,
+    read_factors,
+    train_leaves,
+)
 from .families.lora_clients import (
     adapted_model,
     collect_factors,
@@ -125,7 +133,7 @@ class FedHL(Method[Server, Params, Download, Message]):
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
         """Lines 9 and 10."""
         start = leaves_of_message(down.message, state)
-        end = tune(view, start, self.tuning.scale(view), self.optimizer, frozen=down.residual)
+        end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=down.residual)
         return reply(self, end)
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
@@ -139,11 +147,11 @@ class FedHL(Method[Server, Params, Download, Message]):
         truncated: Sequence[Truncated] = ranks
         if self.tuning.wire != "float32" or is_half(server.drawn):
             # rounded on its way: subtract W_t^{r_i} as it was sent
-            truncated = [received(self.download(server, client).message) for client in view.replied]
+            truncated = [read_factors(self.download(server, client).message) for client in view.replied]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
         delta = weighted_sum(server.delta, p.weights, updates, truncated)
         return Server(
-            delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied])
+            delta, server.drawn, total["rest"], server.scaling, p.reply_metrics([c.id for c in view.replied])
         )
 
     def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
@@ -162,7 +170,7 @@ class FedHL(Method[Server, Params, Download, Message]):
             **server.last,
             "ranks": dict(ranks_of(delta)),
             "energy": energies(delta),
-            "discarded": discarded(delta),
+            "discarded": truncation_energy(delta),
         }
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:

@@ -67,7 +67,7 @@ class Models:
     projection: Tensor
 
 
-def factors_of(w: Tensor) -> Lengths:
+def factor_form(w: Tensor) -> Lengths:
     """The form of a weight's factors, as :func:`compress_update` makes them."""
     m, n = w.flatten(1).shape
     most = min(m, n, (m * n - 1) // (m + n + 1))
@@ -149,7 +149,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
     def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Each weight whole, or as factors of any rank that makes them smaller."""
         mentee = task.smallest_model(self.mentee).initial
-        form = {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
+        form = {n: OneOf(w, factor_form(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
         return Update(down, form=form)
 
     def contribution(self, upload: CompressedUpdate, client: ClientInfo, server: Server) -> Mean:

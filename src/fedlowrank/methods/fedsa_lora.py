@@ -19,7 +19,7 @@ from ..core.client_model import ClientModel
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
-from .families.lora import Leaves, Message, Tuning, initial_factors, received, tune
+from .families.lora import Leaves, Message, Tuning, initial_factors, read_factors, train_leaves
 from .families.lora_clients import (
     adapted_model,
     average_factors,
@@ -79,8 +79,8 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
         """Train both factors, send A."""
-        end = tune(view, self._leaves(state, down), self.tuning.scale(view), self.optimizer)
-        kept = self.tuning.kept(end)
+        end = train_leaves(view, self._leaves(state, down), self.tuning.scale(view), self.optimizer)
+        kept = self.tuning.personal_rest(end)
         return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
@@ -93,7 +93,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         return adapted_model(view, self._leaves(state, down), self.tuning.scale(view))
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
-        a = {n: p.a for n, p in received(down).items()}
+        a = {n: p.a for n, p in read_factors(down).items()}
         return {"a": a, "b": state.b, "rest": state.rest | down.rest}
 
 

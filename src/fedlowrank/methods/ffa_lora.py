@@ -20,7 +20,7 @@ from ..core.errors import TaskError
 from ..core.method import ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
-from .families.lora import Leaves, Message, Tuning, initial_factors, tune
+from .families.lora import Leaves, Message, Tuning, initial_factors, train_leaves
 from .families.lora_clients import (
     adapted_model,
     average_factors,
@@ -77,8 +77,8 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train B."""
         fixed, start = self._leaves(state, down, view)
-        end = tune(view, start, self.tuning.scale(view), self.optimizer, fixed=fixed)
-        kept = self.tuning.kept(end)
+        end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, fixed=fixed)
+        kept = self.tuning.personal_rest(end)
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 

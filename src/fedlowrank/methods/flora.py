@@ -24,8 +24,17 @@ from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..core.update import Update
 from ..linalg.pair import Factors
-from .families.base_updates import Base, Keep, Ledger, weighted
-from .families.lora import Leaves, Message, Scaling, Tuning, leaves_of, placed, rank_of_factors, tune
+from .families.base_updates import Base, Keep, Ledger, weigh_factors
+from .families.lora import (
+    Leaves,
+    Message,
+    Scaling,
+    Tuning,
+    leaves_of,
+    model_parameters,
+    rank_of_factors,
+    train_leaves,
+)
 from .families.lora_clients import collect_factors, describe_ranks, reply
 
 
@@ -96,7 +105,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
         frozen, moved = base.beside(self.keep, lora)
-        end = tune(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
+        end = train_leaves(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
         kept, upload = reply(self, end)
         return Own(base, kept), upload
 
@@ -104,7 +113,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         """One more stack."""
         factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
-        stack = weighted(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
+        stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         return Server(
             server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
@@ -129,7 +138,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
 def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Params:
     leaves: Leaves = leaves_of(stack or _none(view), rest)
-    return placed(view.model, leaves, 1.0, {}, moved)
+    return model_parameters(view.model, leaves, 1.0, {}, moved)
 
 
 def _none(view: ClientView) -> Factors:

@@ -39,15 +39,15 @@ from .families.lora import (
     Message,
     Scaling,
     Tuning,
-    cut,
     factors_of,
     initial_factors,
     leaves_of,
-    placed,
+    model_parameters,
     rank_of_factors,
-    received,
-    scaled,
-    tune,
+    read_factors,
+    scale_factors,
+    train_leaves,
+    truncate_factors,
 )
 from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
 
@@ -104,7 +104,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         """The first r_i components, in the client's scale."""
         own = self.tuning.rank_of(client, rank_of_factors(server.factors))
         rank = server.ranks.get(str(client.id), own)
-        factors = scaled(cut(server.factors, rank), 1 / server.scaling.at(rank))
+        factors = scale_factors(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
@@ -113,19 +113,19 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         rank = rank_of_factors(factors_of(start))
         kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
-        end = tune(view, start, self.tuning.scale(view, rank), self.optimizer, penalty=penalty)
+        end = train_leaves(view, start, self.tuning.scale(view, rank), self.optimizer, penalty=penalty)
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
             ratio = self.tuning.scale(view, rank) / self.tuning.scale(view, kept)
-            factors = scaled(cut(factors, kept), ratio)
-        return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
+            factors = scale_factors(truncate_factors(factors, kept), ratio)
+        return self.tuning.personal_rest(end), self.tuning.message(factors, end["rest"])
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
-        factors, n = received(upload), float(client.examples)
+        factors, n = read_factors(upload), float(client.examples)
         rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
-        unit = scaled(widen(factors), server.scaling.at(rank))
+        unit = scale_factors(widen(factors), server.scaling.at(rank))
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
         padded = {name: zero_pad_pair(p, server.factors[name].rank) for name, p in unit.items()}
@@ -150,7 +150,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
         kept = max(1, int(self.prune * rank_of_factors(down.factors)))
-        pruned = self.tuning.message(cut(received(down), kept), down.rest)
+        pruned = self.tuning.message(truncate_factors(read_factors(down), kept), down.rest)
         return Update(down, self.tuning.scale_of(task, client), OneOf(down, pruned))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
@@ -160,7 +160,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""
-        return placed(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
+        return model_parameters(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
 
 
 def _penalty(weight: float, kept: int) -> Callable[[Leaves], Tensor]:

@@ -27,7 +27,7 @@ from .normalization import (
 )
 from .pooled_statistics import Chunks
 from .standard import HOOKS, has_hooks, is_standard
-from .stateless import SavedSlots, restore, unchanged
+from .stateless import SavedSlots, restore_slots, unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -492,7 +492,7 @@ class Architecture:
 
     def set_training(self, mode: bool) -> None:
         """Set the module's training or evaluation mode; only engines do so, around a pass."""
-        restore(self._backward_slots)
+        restore_slots(self._backward_slots)
         self.module.train(mode)
         self._mode["training"] = mode
 

@@ -19,7 +19,7 @@ from ..core.tree import Params
 from .complex_parameters import complex_names, with_complex
 from .pooled_statistics import Chunks, pooled_statistics, single_value
 from .standard import HOOKS
-from .stateless import ABSENT, SavedSlots, Stateless, is_within, restore
+from .stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"Norm(\dd)?$")
@@ -94,7 +94,7 @@ class FunctionalModule:
                 self.layer_with_single_value(params, x) or type(self._module).__name__
             ) from error
         finally:
-            restore(saved)
+            restore_slots(saved)
         # Hugging Face's models return their scores as an attribute
         scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if not isinstance(scores, Tensor):
@@ -121,7 +121,7 @@ class FunctionalModule:
 
     def release(self) -> None:
         """Give the module its own tensors back after a backward pass."""
-        restore(self._backward_slots)
+        restore_slots(self._backward_slots)
 
     def _with_aliases(self, params: Params) -> Params:
         params = with_complex(params, self._complex) if self._complex else params
@@ -173,7 +173,7 @@ class FunctionalModule:
             self._stateless.install(self._with_aliases(params), saved)
             found = pooled_statistics(self._module, self._layers | self._untracked, chunks)
         finally:
-            restore(saved)
+            restore_slots(saved)
         made = self.neutral()
         for name in self._layers.keys() & found.keys():
             for n, t in zip(_statistics_of(name), found[name], strict=True):
@@ -187,7 +187,7 @@ class FunctionalModule:
             self._stateless.install(self._with_aliases(params), saved)
             return single_value(self._module, self._coupling, x)
         finally:
-            restore(saved)
+            restore_slots(saved)
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:

@@ -48,7 +48,7 @@ class Stateless:
             self.install(params, saved)
             return self.module(*args, **kwargs)
         finally:
-            restore(saved)
+            restore_slots(saved)
 
     def install(self, params: Params, saved: SavedSlots) -> None:
         """Put tensors in place of parameters and buffers, and append the former values to ``saved``."""
@@ -69,7 +69,7 @@ def is_within(name: str, module: str | None) -> bool:
     return module is not None and (name == module or name.startswith(f"{module}."))
 
 
-def restore(saved: SavedSlots) -> None:
+def restore_slots(saved: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:
         table, own, value = saved.pop()
@@ -119,7 +119,7 @@ def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator
             table[own] = value
         yield
     finally:
-        restore(saved)
+        restore_slots(saved)
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]

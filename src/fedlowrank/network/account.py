@@ -17,7 +17,7 @@ import pydantic
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, write_json
 from ..simulation import checkpoint
-from ..simulation.digest import check_seal, sealed
+from ..simulation.digest import check_seal, seal
 from ..simulation.lock import exclusive
 from ..simulation.records import read_clients
 from .operation.activity import LastReply, UpdateShape
@@ -85,7 +85,7 @@ class Account:
     def write(self, folder: Path) -> None:
         """Write it, with its digest."""
         self.refusals = self.refusals[-REFUSALS:]
-        write_json(folder / ACCOUNT, sealed(dataclasses.asdict(self)))
+        write_json(folder / ACCOUNT, seal(dataclasses.asdict(self)))
 
 
 _ADAPTER = pydantic.TypeAdapter(Account)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import append_event
-from .messages import plain
+from .messages import one_line
 from .transport import Response
 
 
@@ -41,18 +41,18 @@ class Audit:
 
     def rejected(self, client: int | None, why: str) -> None:
         """Log the rejection of a node, whose key is a client's if keys are checked."""
-        append_event(self.path, "rejected", client=client, why=plain(why, 1000))
+        append_event(self.path, "rejected", client=client, why=one_line(why, 1000))
 
     def reply(self, response: Response, client: int, round: int, why: str | None) -> None:
         """Log a reply, with the reason if it was not used; ``round`` counts completed rounds."""
         size = len(response.header) + len(response.payload)
         digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
         found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
-        append_event(self.path, "reply", **found, accepted=why is None, why=plain(why or "", 1000))
+        append_event(self.path, "reply", **found, accepted=why is None, why=one_line(why or "", 1000))
 
     def refused(self, client: int, round: int, why: str) -> None:
         """Log that a reply is not used; ``round`` counts completed rounds."""
-        append_event(self.path, "refused", client=client, round=round + 1, why=plain(why, 1000))
+        append_event(self.path, "refused", client=client, round=round + 1, why=one_line(why, 1000))
 
     def shortened(self, client: int, round: int, length: float, kept: float) -> None:
         """Log that an update is shortened; ``round`` counts completed rounds."""
@@ -62,7 +62,7 @@ class Audit:
 
     def paused(self, round: int, why: str) -> None:
         """Log that the run pauses after so many rounds."""
-        append_event(self.path, "paused", round=round, why=plain(why, 2000))
+        append_event(self.path, "paused", round=round, why=one_line(why, 2000))
 
 
 def digits(number: float) -> float:

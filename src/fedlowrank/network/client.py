@@ -38,12 +38,12 @@ from ..engines.base import ClientJob
 from ..engines.sequential import Sequential
 from ..simulation.averaged_statistics import average_statistics
 from ..simulation.client_metrics import choose_metrics
-from ..simulation.digest import check_seal, digest_of, sealed
+from ..simulation.digest import check_seal, digest_of, seal
 from ..simulation.evaluation import evaluate_client
 from ..simulation.local_model import LocalModel, local_model
 from ..simulation.measurements import Block
 from ..simulation.participants import Participants
-from ..simulation.preparation import check_parts, placed
+from ..simulation.preparation import check_parts, place_data
 from ..simulation.run_folder import versions
 from ..trust.budget import LEDGER, Budget
 from ..trust.protection import protect
@@ -117,7 +117,7 @@ def prepare(
                 "states. What was spent of its privacy is counted by its data, whatever the folder."
             )
     write_atomically(folder / "data.tree", data)
-    write_json(path, sealed(made))
+    write_json(path, seal(made))
 
 
 def own_share(
@@ -401,7 +401,7 @@ class ClientRuntime:
                 else "an order to mask an update came, and the experiment has no secure sums"
             )
         memory = ClientMemory(self.folder / run, self.made.run.keep_checkpoints)
-        before = memory.answered(digest)
+        before = memory.answer_to(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
         if order.step:
@@ -528,7 +528,7 @@ class ClientRuntime:
     def federation(self) -> Federation:
         """The federation as a client sees it: its own examples, and only the number of other clients."""
         shares = place_share(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
-        return placed(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
+        return place_data(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
 
     def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}

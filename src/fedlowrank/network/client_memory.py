@@ -20,7 +20,7 @@ from typing import IO, Any
 from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically
-from ..simulation.digest import check_seal, digest_of, sealed
+from ..simulation.digest import check_seal, digest_of, seal
 
 
 class ForgottenError(CheckpointError):
@@ -55,7 +55,7 @@ class ClientMemory:
         with _opened(self._path(self.stamps[-1])) as (head, _):
             return int(head["branch"])
 
-    def answered(self, order: str) -> tuple[str, bytes] | None:
+    def answer_to(self, order: str) -> tuple[str, bytes] | None:
         """Header and upload of the answer to an order with that digest, or None if it was not answered."""
         if not self.stamps:
             return None
@@ -118,7 +118,7 @@ class ClientMemory:
             "branch": branch,
             "digests": [digest_of(encoded), digest_of(upload)],
         }
-        line = json.dumps(sealed(head)).encode() + b"\n"
+        line = json.dumps(seal(head)).encode() + b"\n"
         # those between base and stamp were never acknowledged, or the server went back to before them
         kept = self._acknowledged(base) if base else self.stamps[: self.keep]
         write_atomically(self._path(stamp), [line, encoded, upload])

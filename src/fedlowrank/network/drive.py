@@ -22,16 +22,16 @@ from ..simulation.digest import digest_of
 from ..simulation.loggers import check_loggers
 from ..simulation.plan import Plan, rounds_of
 from ..simulation.records import RoundRecord
-from ..simulation.restore import restore
+from ..simulation.restore import restore_run
 from ..simulation.result import Result
 from ..simulation.round_loop import rounds
 from ..simulation.run_folder import RunFolder
-from ..simulation.simulate import described, threads
+from ..simulation.simulate import run_description, threads
 from ..trust.site_ledger import SiteLedger, SiteRun
 from .account import Account
 from .audit import Audit
 from .network_run import NetworkRun
-from .operation.fall import PausedError, describe, find_fall, suspects, worst_shapes
+from .operation.fall import PausedError, describe_fall, find_fall, suspects, worst_shapes
 from .registry import ClientRegistry
 from .secure.signing import MemberKeys
 from .server import NetworkEngine, NetworkError
@@ -131,11 +131,11 @@ def drive(
             earlier = run.budget.count_site(_site_ledger(made, account.run, count, out, federation))
             if earlier:
                 logger.info(earlier)
-        description = described(run, made.describe_run(name) if config is None else config)
+        description = run_description(run, made.describe_run(name) if config is None else config)
         folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
-            records = restore(run, folder)
+            records = restore_run(run, folder)
         else:
             folder.create(force=False)
 
@@ -193,7 +193,7 @@ def _find_fall(engine: NetworkEngine, records: Sequence[RoundRecord], out: Path)
     rounds = range(fall.best + 1, fall.round + 1)
     named = suspects(account.shapes, rounds, settings.limits.update_ratio)
     everyone = worst_shapes(account.shapes, rounds)
-    return describe(fall, named, everyone, out, rounds_kept(out / "checkpoint"))
+    return describe_fall(fall, named, everyone, out, rounds_kept(out / "checkpoint"))
 
 
 def _wait_for_start(engine: NetworkEngine, needed: int) -> None:

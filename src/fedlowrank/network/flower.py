@@ -46,7 +46,7 @@ from .client import CLIENT_FILE, ClientRuntime, explain_at, prepare
 from .drive import clients_of, drive
 from .enrollment.roster import ROSTER, KeyRoster
 from .intake import Intake
-from .messages import RefusedOrderError, plain, sections
+from .messages import RefusedOrderError, one_line, sections
 from .replies import Replies
 from .secure.signing import MemberKeys, MemberSigner
 from .site.audit_log import AUDIT, SiteAudit
@@ -246,7 +246,7 @@ def error_reply(
             reason = explain_at(folder_of(), error)
     with contextlib.suppress(FedlowrankError):
         SiteAudit(folder_of() / AUDIT).left("error", reason, b"")
-    return FlowerMessage(Error(code, plain(reason)), reply_to=message)
+    return FlowerMessage(Error(code, one_line(reason)), reply_to=message)
 
 
 def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:

@@ -52,12 +52,12 @@ class Header:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
             raise MessageError(
-                plain(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
+                one_line(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
             ) from error
         return header
 
 
-def plain(text: str, most: int = 500) -> str:
+def one_line(text: str, most: int = 500) -> str:
     """Text of another machine as one short line, so that it cannot forge a line of a log."""
     return "".join(c if c.isprintable() else " " for c in text[:most])
 

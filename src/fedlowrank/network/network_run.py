@@ -27,7 +27,7 @@ from .secure.contributions import (
     contribution_of,
     form_of,
     grid_of,
-    size_of,
+    vector_size,
 )
 from .secure.distributed_noise import DistributedNoise, check_settings, describe_collusion
 from .secure.rounds import SecureRounds, SecureTotal, check_one_download
@@ -128,7 +128,7 @@ class NetworkRun(Run):
         clients, grid = len(infos), grid_of(settings.secure, len(infos))
         if self.budget is not None and not self.budget.is_local:
             DistributedNoise(float(settings.clipping.norm or 0.0), self.budget.noise, clients, grid).check(
-                size_of(like)
+                vector_size(like)
             )
             logger.info(describe_collusion(self.budget, clients))
         return SecureRounds(clients, keys, grid, like)
@@ -166,7 +166,7 @@ class NetworkRun(Run):
             # it is in the total already
             return None
         try:
-            return checked_contribution(self.method, upload, self.counted(info), self.state.server)
+            return checked_contribution(self.method, upload, self.weigh_client(info), self.state.server)
         except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 

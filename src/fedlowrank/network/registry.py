@@ -16,7 +16,7 @@ from ..core import tree
 from ..core.errors import FedlowrankError
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
-from .messages import PROTOCOL, MessageError, Registration, plain, sections
+from .messages import PROTOCOL, MessageError, Registration, one_line, sections
 from .transport import NodeMessage, Response
 
 MAX_BYTES = 1 << 20
@@ -187,7 +187,7 @@ class ClientRegistry:
             if wrong is not None:
                 del self.registered[i]
                 if client.node is not None:
-                    self.rejections[client.node] = plain(wrong, 1000)
+                    self.rejections[client.node] = one_line(wrong, 1000)
                     self.permanently_rejected.add(client.node)
 
     def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
@@ -217,7 +217,7 @@ class ClientRegistry:
             # lost messages and duplicate clients may be resolved by the next time
             if not response.problem and not isinstance(error, DuplicateClientError):
                 self.permanently_rejected.add(response.node)
-            why = self.rejections[response.node] = plain(str(error), 1000)
+            why = self.rejections[response.node] = one_line(str(error), 1000)
             raise UnregisteredNodeError(f"a node was rejected: {why}") from error
         self.rejections.pop(response.node, None)
         return client

@@ -26,7 +26,7 @@ from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .audit import Audit, digits
 from .backoff import Backoff
-from .messages import Answer, Order, RegistrationRequest, Step, plain
+from .messages import Answer, Order, RegistrationRequest, Step, one_line
 from .operation.activity import ROUNDS, LastReply, UpdateShape
 from .operation.grace import Grace
 from .registry import ClientRegistry, UnregisteredNodeError
@@ -37,8 +37,8 @@ from .site.signatures import OrderSigner, payload_digest
 from .spool import Spool
 from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
 from .validation.directions import cosines, update_by_place
-from .validation.norms import PRODUCTS, NormBound, PartNorms, Shortening, measure, relative_steps
-from .validation.shortening import Strikes, shorten
+from .validation.norms import PRODUCTS, NormBound, PartNorms, Shortening, measure_norms, relative_steps
+from .validation.shortening import Strikes, shorten_upload
 from .validation.uploads import (
     Blocklist,
     RefusedReplyError,
@@ -172,7 +172,7 @@ class NetworkEngine(Engine):
                 # one upload in memory at a time
                 upload = self.spool.get(client)
                 if client in long:
-                    upload = shorten(
+                    upload = shorten_upload(
                         self.decode(upload, job.client), self._reference(job), long[client].bounds
                     )
                 result = dataclasses.replace(result, upload=upload)
@@ -212,7 +212,7 @@ class NetworkEngine(Engine):
         if response.problem:
             if response.disconnected:
                 self.registry.registered[client].node = None
-            return plain(response.problem)
+            return one_line(response.problem)
         if response.too_large:
             raise RefusedReplyError(client, response.too_large)
         info = self.templates.task.clients[client]
@@ -340,7 +340,7 @@ class NetworkEngine(Engine):
 
     def refuse(self, error: RefusedReplyError, round: int) -> str:
         """Log a refused reply, drop its evaluation and count it; returns the reason for the record."""
-        client, why = error.client, plain(str(error), 1000)
+        client, why = error.client, one_line(str(error), 1000)
         self.evaluations.pop(client, None)
         self.audit.refused(client, round, why)
         self.account.refusals.append({"round": round + 1, "client": client, "reason": why})
@@ -530,7 +530,7 @@ class NetworkEngine(Engine):
             if response.disconnected:
                 # its sizes stay known
                 self.registry.registered[client.id].node = None
-            return _lost(f"no reply of client {client.id}: {plain(response.problem)}")
+            return _lost(f"no reply of client {client.id}: {one_line(response.problem)}")
         self.backoff.record_reply(client.id)
         method, limits = self.templates.method, self.settings.limits
         norms: dict[str, PartNorms] = {}
@@ -544,7 +544,7 @@ class NetworkEngine(Engine):
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)
                 return _lost(
-                    f"client {client.id}: {plain(answer.problem)}", diverged=answer.kind == "training"
+                    f"client {client.id}: {one_line(answer.problem)}", diverged=answer.kind == "training"
                 )
             model = self.templates.task.model(client)
             if trains and self.secure is not None:
@@ -552,7 +552,7 @@ class NetworkEngine(Engine):
             if trains:
                 template = self.templates.of(client, job.down)
                 upload = inspect(response.payload, template, client, limits)
-                norms = measure(
+                norms = measure_norms(
                     checked_decode(self.decode, upload, client, method.title), self._reference(job)
                 )
                 passes, trained = method.local_passes(), template.trained

@@ -15,12 +15,12 @@ from . import chart
 from .formats import one_line
 from .groups import RunGroup, seed_of
 from .low_rank import (
-    client_ranks,
     discarded_share,
     energy,
     has_adapters,
     rank_measure,
     rank_series,
+    recorded_ranks,
     reply_values,
     server_rank,
     training_losses,
@@ -103,7 +103,7 @@ def plot_replies(groups: Sequence[RunGroup]) -> list[Picture]:
 @drawing()
 def _plot_replies(group: RunGroup) -> Picture | None:
     run = group.first
-    ranks = pd.Series(client_ranks(run), dtype=np.int64)
+    ranks = pd.Series(recorded_ranks(run), dtype=np.int64)
     weights = reply_values(group.runs[0], "weights")
     replies = weights.notna().sum(axis=1)
     weights = weights[[client for client in weights if client in ranks]]

@@ -31,7 +31,7 @@ from .metrics import Estimate, RunStatistics, curve_over_seeds, estimate, half_w
 from .text_table import Column, TextTable
 
 
-def client_ranks(run: RunRecord) -> dict[int, int]:
+def recorded_ranks(run: RunRecord) -> dict[int, int]:
     """The LoRA rank of each client that has one."""
     return {i: rank for i, rank in run.measurements.column("rank").items() if type(rank) is int and rank > 0}
 
@@ -40,7 +40,7 @@ def has_adapters(groups: Sequence[RunGroup]) -> bool:
     """Whether any run has adapters, a language model, or clients with ranks of their own."""
     runs = [run.record for group in groups for run in group.runs]
     named = ("lora", "language")
-    return any(any(section(run.config, name) for name in named) or client_ranks(run) for run in runs)
+    return any(any(section(run.config, name) for name in named) or recorded_ranks(run) for run in runs)
 
 
 def rank_measure(groups: Sequence[RunGroup]) -> Measure:
@@ -60,7 +60,7 @@ def scores_by_rank(group: RunGroup, series: str, measure: Measure | None = None)
     seeds = []
     for run in group.runs:
         values = run.client_values(series, measure)
-        ranks = pd.Series(client_ranks(run.record), dtype=np.float64).reindex(values.index)
+        ranks = pd.Series(recorded_ranks(run.record), dtype=np.float64).reindex(values.index)
         seeds.append(values.groupby(ranks).agg(["mean", "size"]))
     by_rank = pd.concat(seeds).groupby(level=0)
     table = by_rank["mean"].agg(["mean", "std", "size"])
@@ -71,7 +71,7 @@ def scores_by_rank(group: RunGroup, series: str, measure: Measure | None = None)
 
 def rank_series(groups: Sequence[RunGroup]) -> list[tuple[RunGroup, str, pd.DataFrame]]:
     """Every series of every group with its results by rank; none unless there are clients of two ranks."""
-    if not any(client_ranks(run.record) for group in groups for run in group.runs):
+    if not any(recorded_ranks(run.record) for group in groups for run in group.runs):
         return []
     measure = rank_measure(groups)
     found = [(group, name, scores_by_rank(group, name, measure)) for group in groups for name in group.series]
@@ -143,7 +143,7 @@ def perplexity(loss: float) -> float:
 
 def format_ranks(run: RunRecord) -> str:
     """The ranks of the clients with how many have each, such as ``8 × 2, 4``; empty if none has one."""
-    counts = Counter(client_ranks(run).values())
+    counts = Counter(recorded_ranks(run).values())
     ordered = sorted(counts.items(), reverse=True)
     return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
 

@@ -22,7 +22,7 @@ from .gallery import draw_all, method_styles
 from .groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
 from .sentences import count, describe_setting, find_warnings, warn_of_mixture
 from .style import DARK, LIGHT, Styles, css_variables, to_svg
-from .tables import Comparison, compare, to_csv, to_markdown
+from .tables import Comparison, compare_groups, comparison_markdown, to_csv
 
 TITLES = 3  # most experiments that the title of a page names
 
@@ -50,8 +50,8 @@ def write_report(
     if not runs:
         raise ConfigError("a report needs at least one run")
     groups = group_runs(runs, target)
-    table, warning = compare(groups), warn_of_mixture(groups)
-    markdown = (f"> {warning}\n\n" if warning else "") + to_markdown(table)
+    table, warning = compare_groups(groups), warn_of_mixture(groups)
+    markdown = (f"> {warning}\n\n" if warning else "") + comparison_markdown(table)
     downloads = {"csv": to_csv(table), "md": markdown}
     sheet = "" if figures is None else quote(Path(os.path.relpath(figures, out.parent)).as_posix())
     text = render_page(table, runs, command, downloads, sheet)
@@ -77,7 +77,9 @@ def render_page(
     """
     here, styles, groups = files(__package__), method_styles(table.groups), table.groups
     experiments = by_experiment(groups)
-    parts = [table] if len(experiments) == 1 else [compare(members) for members in experiments.values()]
+    parts = (
+        [table] if len(experiments) == 1 else [compare_groups(members) for members in experiments.values()]
+    )
     sections = [_describe(part, styles, f"e{i}") for i, part in enumerate(parts)]
     page = {
         "title": _join_titles([one["title"] for one in sections]),

@@ -75,10 +75,10 @@ def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Compar
     Raises:
         ConfigError: if the target is out of range.
     """
-    return compare(group_runs(runs, target))
+    return compare_groups(group_runs(runs, target))
 
 
-def compare(groups: Sequence[RunGroup]) -> Comparison:
+def compare_groups(groups: Sequence[RunGroup]) -> Comparison:
     """Compare groups."""
     families = make_families(groups)
     paired = paired_columns(families)
@@ -134,7 +134,7 @@ def to_csv(table: Comparison) -> str:
     return str(table.frame.to_csv(index=False, lineterminator="\n"))
 
 
-def to_markdown(table: Comparison) -> str:
+def comparison_markdown(table: Comparison) -> str:
     """Findings and results as Markdown, then warnings, further tables and footnotes."""
     results = [*table.sweeps, table.summary]
     parts = [*map(escape_markdown, _findings(table)), *map(table_to_markdown, results)]

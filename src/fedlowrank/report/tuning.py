@@ -32,7 +32,7 @@ def tuning_tables(
 
 
 def _table(title: str, settings: Sequence[Setting], chosen: Setting | None) -> TextTable:
-    measure, seeds = measure_of(settings), len(settings[0].runs)
+    measure, seeds = tuning_measure(settings), len(settings[0].runs)
     rows = []
     for one in settings:
         result = None if one.mean is None else estimate(score.value for score in one.scores if score)
@@ -52,7 +52,7 @@ def _table(title: str, settings: Sequence[Setting], chosen: Setting | None) -> T
     )
 
 
-def measure_of(settings: Sequence[Setting]) -> Measure:
+def tuning_measure(settings: Sequence[Setting]) -> Measure:
     """What the settings of a method are judged by."""
     return LOSS if any(score and score.is_loss for one in settings for score in one.scores) else ACCURACY
 
@@ -67,7 +67,7 @@ def tuning_csv(settings: Mapping[str, Sequence[Setting]], chosen: Mapping[str, S
                 {
                     "method": one.method,
                     "chosen": one is chosen[title],
-                    "judged_by": measure_of(some).noun if one.runs else None,
+                    "judged_by": tuning_measure(some).noun if one.runs else None,
                     "validation_mean": one.mean,
                     "validation_ci95_seeds": None if one.mean is None or result is None else result.ci,
                     "seeds": len(one.runs),

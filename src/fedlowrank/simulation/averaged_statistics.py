@@ -114,7 +114,7 @@ def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> 
 
     Args:
         method: of the run.
-        task: on models whose statistics run, see :func:`fedlowrank.simulation.preparation.placed`.
+        task: on models whose statistics run, see :func:`fedlowrank.simulation.preparation.place_data`.
         settings: of the run.
 
     Raises:

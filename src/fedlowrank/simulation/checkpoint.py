@@ -25,7 +25,7 @@ from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically
 from .client_store import ClientStore, LazyMapping
-from .digest import check_seal, digest_of, sealed
+from .digest import check_seal, digest_of, seal
 from .state import State
 
 KEPT, STATES = ".checkpoint", ".states"
@@ -121,7 +121,7 @@ def _packed(round: int, states: Iterator[tuple[int | None, bytes | None]]) -> It
             offset += len(state)
             yield state
     table = {"round": round, "server": entries.pop(None), "clients": entries}
-    contents = json.dumps(sealed(table)).encode()
+    contents = json.dumps(seal(table)).encode()
     yield contents
     yield len(contents).to_bytes(_LENGTH, "big")
 

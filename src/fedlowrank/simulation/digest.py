@@ -33,13 +33,13 @@ def digest_of(*parts: bytes | memoryview) -> str:
     return state.hexdigest()
 
 
-def sealed(table: Mapping[str, Any]) -> dict[str, Any]:
+def seal(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table of JSON with the digest of its content, for :func:`check_seal`."""
     return {**table, KEY: _content(table)}
 
 
 def check_seal(table: object, name: object) -> None:
-    """Compare a table that was read with the digest that :func:`sealed` entered into it.
+    """Compare a table that was read with the digest that :func:`seal` entered into it.
 
     Args:
         table: as it was read.
@@ -66,7 +66,7 @@ def check_seal(table: object, name: object) -> None:
 
 def write_sealed(path: Path, table: Mapping[str, Any]) -> None:
     """Write a table of JSON with its digest, atomically."""
-    write_json(path, sealed(table))
+    write_json(path, seal(table))
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

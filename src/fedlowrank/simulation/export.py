@@ -32,7 +32,9 @@ BATCH = 20
 """Examples at once in the comparison of latency, as in FedSLR (Huang et al., arXiv:2302.11051, Table 9)."""
 
 
-def export(run: Run, client: int | str, series: str | None = None, layout: Layout = "small") -> nn.Module:
+def export_model(
+    run: Run, client: int | str, series: str | None = None, layout: Layout = "small"
+) -> nn.Module:
     """The model that a client infers by, as a module that needs nothing of this package's training.
 
     Args:
@@ -72,7 +74,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     """Write a client's model to a file, read it back, and compare it with the dense module.
 
     Args:
-        run: see :func:`export`, as ``client``, ``series`` and ``layout``.
+        run: see :func:`export_model`, as ``client``, ``series`` and ``layout``.
         client: its identifier.
         series: which model.
         layout: of the deployed one.
@@ -80,7 +82,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
         repeats: timed calls.
 
     Raises:
-        ConfigError: as :func:`export`.
+        ConfigError: as :func:`export_model`.
         CheckpointError: if the file cannot be written.
     """
     model, parts = _parts(run, client, series)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contribution import Aggregator, Each, Mean, Sum, leaves, map_leaves
+from ..core.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_leaves
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Method, Task
@@ -39,7 +39,7 @@ from ..trust.updates import (
     update_with_dense_reference,
     with_update,
 )
-from .preparation import counted, usual_examples
+from .preparation import usual_examples, weigh_client
 from .round_results import Contribute, RoundResults
 from .settings import RunSettings
 
@@ -182,7 +182,7 @@ class Inspection:
             count: replies that are used.
         """
         return (
-            reweighted(contribution, weight, count)
+            reweight(contribution, weight, count)
             if self.trust.robust.rule == "geometric_median"
             else contribution
         )
@@ -231,7 +231,7 @@ class Inspection:
             return torch.ones(len(clients), dtype=torch.float64)
         usual, robust = usual_examples(self.task.clients), self.trust.robust
         return torch.tensor(
-            [float(counted(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
+            [float(weigh_client(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
         )
 
     def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
@@ -251,7 +251,9 @@ def averages_factors(contribution: Any) -> bool:
             return True
         return any(holds(child) for _, child in tree.children(value) or ())
 
-    return any(isinstance(leaf, (Mean, Sum)) and holds(leaf.value) for _, leaf in leaves(contribution))
+    return any(
+        isinstance(leaf, (Mean, Sum)) and holds(leaf.value) for _, leaf in contribution_leaves(contribution)
+    )
 
 
 def aggregator_of(
@@ -267,7 +269,7 @@ def aggregator_of(
     return Aggregator(ids)
 
 
-def reweighted(contribution: Any, weight: float, count: int) -> Any:
+def reweight(contribution: Any, weight: float, count: int) -> Any:
     """A contribution whose means weigh ``weight`` times as much, and sums ``count * weight`` times.
 
     Args:

@@ -69,7 +69,7 @@ def _noted(path: Path) -> Iterator[None]:
         if handle is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, 0)
-                os.write(handle, (json.dumps(identify(os.getpid())) + "\n").encode())
+                os.write(handle, (json.dumps(identify_process(os.getpid())) + "\n").encode())
         yield
     finally:
         if handle is not None:
@@ -78,7 +78,7 @@ def _noted(path: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def identify(pid: int) -> dict[str, Any]:
+def identify_process(pid: int) -> dict[str, Any]:
     """What identifies a living process among all, of any machine, that had or will have its number."""
     return {
         "pid": pid,
@@ -93,7 +93,7 @@ def _host() -> str:
 
 
 def is_alive(identity: dict[str, Any]) -> bool:
-    """Whether a process that :func:`identify` described lives; one of another machine is taken to live."""
+    """Whether a process that :func:`identify_process` described lives; one of another machine is taken to live."""
     if not isinstance(identity.get("pid"), int) or not isinstance(identity.get("started"), float):
         return False
     if identity.get("host") != _host():
@@ -108,7 +108,7 @@ def is_alive(identity: dict[str, Any]) -> bool:
 
 
 def read_holder(folder: Path) -> dict[str, Any]:
-    """The process that has or had the lock, as :func:`identify` describes it; empty if none."""
+    """The process that has or had the lock, as :func:`identify_process` describes it; empty if none."""
     try:
         found = json.loads((folder / LOCK).read_text())
     except (OSError, ValueError, RecursionError):

@@ -20,7 +20,9 @@ MOST_EXAMPLES = 10
 """A client counts by at most so many times the median number of examples, where a rule weighs by examples."""
 
 
-def placed(federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell) -> Federation:
+def place_data(
+    federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell
+) -> Federation:
     """A federation on the device of a run, its images and models in the form that the settings ask for.
 
     Args:
@@ -32,11 +34,11 @@ def placed(federation: Federation, settings: RunSettings, say: Callable[[str], N
         models = {n: a.with_running_statistics() for n, a in federation.architectures.items()}
         federation = dataclasses.replace(federation, architectures=models)
     if settings.pixels == "float32" or (settings.pixels == "auto" and settings.device == "cpu"):
-        made = federation.unpacked() if settings.pixels == "float32" else federation
+        made = federation.unpack_images() if settings.pixels == "float32" else federation
         return made.to(settings.device)
     try:
         # before they are moved, so that it is bytes that move
-        federation = federation.packed()
+        federation = federation.pack_images()
     except DataError as error:
         # a server of clients elsewhere holds none
         if settings.pixels == "bytes" and any(len(c.train) for c in federation.clients):
@@ -44,7 +46,7 @@ def placed(federation: Federation, settings: RunSettings, say: Callable[[str], N
     return federation.to(settings.device)
 
 
-def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
+def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
     """The hostile clients, and the federation with what they change of their data and sizes."""
     attack, infos = trust.attack, list(federation.infos)
     hostile: frozenset[int] = frozenset()
@@ -102,7 +104,7 @@ def usual_examples(clients: Sequence[ClientInfo]) -> int:
     return max(1, median_low(client.examples for client in clients))
 
 
-def counted(client: ClientInfo, robust: Robust, usual: int) -> ClientInfo:
+def weigh_client(client: ClientInfo, robust: Robust, usual: int) -> ClientInfo:
     """A client with the number of examples by which it counts under a rule.
 
     Args:

@@ -247,7 +247,7 @@ class RunRecord:
             )
         known = {record.round for record in rounds if not record.restored}
         missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
-        return cls(folder, config, clients, rounds, believed(folder, status), missing)
+        return cls(folder, config, clients, rounds, actual_status(folder, status), missing)
 
     @cached_property
     def measurements(self) -> Measurements:
@@ -416,7 +416,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def believed(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
+def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
     """The status of a run folder; not running if the process that wrote it is gone."""
     if status.get("state") != "running" or is_alive(read_holder(folder)):
         return status

@@ -8,7 +8,7 @@ from .run import Run
 from .run_folder import RunFolder
 
 
-def restore(run: Run, folder: RunFolder) -> list[RoundRecord]:
+def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
     """Put a run where its last checkpoint was, to go on from there.
 
     The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their

@@ -12,7 +12,7 @@ from ..adapters.state_dict import full_state_dict
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.tree import Params
 from .evaluation import SPLITS
-from .export import export
+from .export import export_model
 from .measurements import ACCURACY, Measurements, mean_over_clients
 from .records import RoundRecord
 from .run import Run
@@ -167,8 +167,8 @@ class Result:
         return confusion(self.run, client, split, series)
 
     def deploy(self, client: int | str, series: str | None = None, layout: Layout = "small") -> nn.Module:
-        """The model that a client infers by, a module with factored layers; see :func:`.export.export`."""
-        return export(self.run, client, series, layout)
+        """The model that a client infers by, a module with factored layers; see :func:`.export.export_model`."""
+        return export_model(self.run, client, series, layout)
 
     def personal(self, client: int | str) -> Params:
         """State dict of the model that a client would use now; load it with ``module.load_state_dict``.

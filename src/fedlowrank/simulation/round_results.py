@@ -26,7 +26,7 @@ SMALL = 1 << 20
 """Bytes of a tensor up to which it shares memory pages; the system gives larger ones their own."""
 
 
-def _compacted(t: Tensor) -> Tensor:
+def _compact(t: Tensor) -> Tensor:
     return t.clone() if t.nbytes <= SMALL else t
 
 
@@ -187,7 +187,7 @@ class RoundResults:
     def _store(self) -> None:
         # copied together: between the tensors of training, where they were made, each would keep a gap of
         # memory open
-        compact = {client: tree.map(_compacted, state) for client, state in self._waiting.items()}
+        compact = {client: tree.map(_compact, state) for client, state in self._waiting.items()}
         self._states, self._waiting = self._states | compact, {}
 
     def client_losses(self) -> dict[int, float]:

@@ -32,7 +32,7 @@ from .local_model import LocalModel, local_model
 from .measurements import Block
 from .participants import Participants
 from .plan import Plan
-from .preparation import attacked, check_classes, check_parts, counted, placed, usual_examples
+from .preparation import apply_attack, check_classes, check_parts, place_data, usual_examples, weigh_client
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
@@ -90,8 +90,8 @@ class Run:
     ) -> None:
         plan = plan or Plan.of(settings.rounds)
         self.trust = settings.trust
-        self.hostile, federation = attacked(federation, self.trust)
-        self.federation = placed(federation, settings)
+        self.hostile, federation = apply_attack(federation, self.trust)
+        self.federation = place_data(federation, settings)
         self.settings = settings
         self.engine = engine
         self.device_clock = DeviceClock(settings.devices, len(federation.infos), federation.key)
@@ -308,9 +308,9 @@ class Run:
         Raises:
             RefusedError: if the server cannot use it; the round goes on without it.
         """
-        return self.method.contribution(upload, self.counted(info), self.state.server)
+        return self.method.contribution(upload, self.weigh_client(info), self.state.server)
 
-    def counted(self, info: ClientInfo) -> ClientInfo:
+    def weigh_client(self, info: ClientInfo) -> ClientInfo:
         """A client with the number of examples by which it counts under the rule and the sampling of the run."""
         if self.settings.sampling == "loss":
             return dataclasses.replace(info, examples=1)
@@ -324,7 +324,7 @@ class Run:
             return info
         if self._usual is None or self._usual[0] is not self.federation:
             self._usual = self.federation, usual_examples(self.federation.infos)
-        return counted(info, robust, self._usual[1])
+        return weigh_client(info, robust, self._usual[1])
 
     def _server_step(self, found: RoundResults, t: int) -> Any:
         total = found.aggregator.finish()
@@ -337,7 +337,7 @@ class Run:
             total = total_without_replies(self.method)
         if total is None:
             return self.state.server
-        replied = [self.counted(self.federation.infos[i]) for i in found.aggregator.contributed]
+        replied = [self.weigh_client(self.federation.infos[i]) for i in found.aggregator.contributed]
         return self.server_update(
             total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found
         )

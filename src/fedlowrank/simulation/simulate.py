@@ -27,13 +27,13 @@ from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, s
 from .client_metrics import split_metrics
 from .loggers import check_loggers
 from .plan import Plan
-from .restore import restore
+from .restore import restore_run
 from .result import Result
 from .round_loop import rounds
 from .run import Run
 from .run_folder import RunFolder
 from .settings import RunSettings
-from .stored_settings import unwrapped
+from .stored_settings import unwrap
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,9 +133,9 @@ def simulate(
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
             return Result(run, rounds(run, None, [], progress, callbacks))
-        with RunFolder(Path(folder), described(run, config or {}), run.clients()) as target:
+        with RunFolder(Path(folder), run_description(run, config or {}), run.clients()) as target:
             if resume:
-                records = restore(run, target)
+                records = restore_run(run, target)
                 if target.is_finished():
                     return Result(run, records)
             else:
@@ -193,25 +193,25 @@ def reopen(
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
-    stored = RunFolder(folder, described(run, config), run.clients())
+    stored = RunFolder(folder, run_description(run, config), run.clients())
     stored.check_config(run.method)
     run.restore(stored.load(run.new_store(), which))
     return run
 
 
-def described(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
-    found = {**describe(run.method, run.federation, run.settings), **config}
+    found = {**describe_run(run.method, run.federation, run.settings), **config}
     found["method"] |= found.pop("variant", {})
     return {**found, "plan": dataclasses.asdict(run.plan)}
 
 
-def describe(
+def describe_run(
     method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings
 ) -> dict[str, Any]:
     """Everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
-    method = unwrapped(method)
+    method = unwrap(method)
     cls = type(method)
     code = describe_named({f"{cls.__module__}:{cls.__qualname__}": cls})
     return {

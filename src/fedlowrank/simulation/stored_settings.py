@@ -14,7 +14,7 @@ from .averaged_statistics import AveragedStatistics
 from .settings import RunSettings
 
 
-def unwrapped(method: Method[Any, Any, Any, Any]) -> Method[Any, Any, Any, Any]:
+def unwrap(method: Method[Any, Any, Any, Any]) -> Method[Any, Any, Any, Any]:
     """The method itself, without what its updates and statistics are wrapped in."""
     while isinstance(method, (Protected, AveragedStatistics)):
         method = method.inner
@@ -41,7 +41,7 @@ def add_defaults(stored: Mapping[str, Any], method: Method[Any, Any, Any, Any]) 
             found[name] = _complete(stored[name], settings)
     own = stored.get("method")
     if isinstance(own, dict) and isinstance(own.get("fields"), dict):
-        found["method"] = {**own, "fields": _complete(own["fields"], unwrapped(method))}
+        found["method"] = {**own, "fields": _complete(own["fields"], unwrap(method))}
     return found
 
 

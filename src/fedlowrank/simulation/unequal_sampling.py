@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ..core import tree
-from ..core.contribution import Each, Mean, leaves, map_leaves
+from ..core.contribution import Each, Mean, contribution_leaves, map_leaves
 from ..core.errors import TaskError
 from ..core.method import ClientInfo, ServerView, Task
 from ..engines.base import AnyMethod
@@ -140,7 +140,7 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
         return None
     infos = [dataclasses.replace(client, examples=times * _MANY) for times in (1, 3)]
     found = [method.contribution(upload, info, server) for info in infos]
-    pairs = list(zip(*([leaf for _, leaf in leaves(one)] for one in found), strict=True))
+    pairs = list(zip(*([leaf for _, leaf in contribution_leaves(one)] for one in found), strict=True))
     if sampling == "size" and any(isinstance(leaf, Each) for leaf, _ in pairs):
         return "its server weighs single replies by a rule of its own"
     if sampling == "size" and not all(_is_tripled(one, three) for one, three in pairs):

@@ -92,7 +92,9 @@ SUBJECTS: dict[str, Subject] = {
 """By name."""
 
 
-def federation(subject: Subject, clients: int = 100, examples: int = 50, held_out: int = 0) -> Federation:
+def bench_federation(
+    subject: Subject, clients: int = 100, examples: int = 50, held_out: int = 0
+) -> Federation:
     """Random examples, as many at each client; how long a step takes does not depend on what is in them.
 
     Args:
@@ -173,7 +175,7 @@ def time_rounds(
         on_round: called after every round that is timed.
     """
     subject = SUBJECTS[name]
-    fed = federation(subject, clients)
+    fed = bench_federation(subject, clients)
     settings = RunSettings(rounds=rounds + WARM, participation=sample / clients, evaluate_every=10**6)
     chosen = METHODS[method](batch_size=_BATCH, optimizer=SGD(lr=_LR))
     floor, user = FloorLoop(subject, fed), UserLoop(subject, fed)
@@ -311,7 +313,7 @@ def time_defaults(
         repeats: pairs of runs.
     """
     subject = SUBJECTS[name]
-    made = federation(subject, clients, held_out=6)
+    made = bench_federation(subject, clients, held_out=6)
     chosen = METHODS[method](batch_size=_BATCH, optimizer=SGD(lr=_LR))
 
     def seconds(folder: Path | None, **more: Any) -> float:

@@ -60,7 +60,9 @@ class _Net(nn.Module):
         return scores
 
 
-def federation(mixed: bool, seed: int = 0, clients: int = 5, scale: int = 1, shift: int = 1) -> Federation:
+def small_federation(
+    mixed: bool, seed: int = 0, clients: int = 5, scale: int = 1, shift: int = 1
+) -> Federation:
     """A small federation with clients of uneven size.
 
     Args:
@@ -127,7 +129,7 @@ ROUNDS = 3
 def _start(method: AnyMethod, engine: Engine | None = None, total: int = ROUNDS, **settings: Any) -> Run:
     """A run on a small federation before its first round."""
     protocol = RunSettings(rounds=total, participation=0.8, **settings)
-    return _UnevaluatedRun(method, federation(method.heterogeneous), protocol, engine or Sequential())
+    return _UnevaluatedRun(method, small_federation(method.heterogeneous), protocol, engine or Sequential())
 
 
 def go(method: AnyMethod, engine: Engine, rounds: int = 3, total: int = ROUNDS, **settings: Any) -> Run:
@@ -276,7 +278,9 @@ def _still(at: Trajectory) -> str | None:
     }
     # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
     still = dataclasses.replace(method, **changed, **type(method).at_rest)
-    run = _UnevaluatedRun(still, federation(method.heterogeneous), RunSettings(rounds=ROUNDS), Sequential())
+    run = _UnevaluatedRun(
+        still, small_federation(method.heterogeneous), RunSettings(rounds=ROUNDS), Sequential()
+    )
     first = {i.id: run.personal(i) for i in run.federation.infos}
     run.step()
     for info in run.federation.infos:
@@ -292,7 +296,7 @@ def _learns(at: Trajectory) -> str | None:
         faster = dataclasses.replace(
             method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8
         )
-    on = federation(method.heterogeneous, scale=8, shift=0)
+    on = small_federation(method.heterogeneous, scale=8, shift=0)
     run = _UnevaluatedRun(faster, on, RunSettings(rounds=30), Sequential())
     before = after = _mean_accuracy(run)
     while run.round < 30 and after <= before + 0.1:
@@ -396,7 +400,7 @@ def _refuses(at: Trajectory) -> str | None:
     if at.method.heterogeneous:
         return None
     try:
-        Run(at.method, federation(True), RunSettings(rounds=1), Sequential())
+        Run(at.method, small_federation(True), RunSettings(rounds=1), Sequential())
     except TaskError:
         return None
     return "a federation of unequal models is accepted; use task.common_model, or set heterogeneous = True"

@@ -43,13 +43,13 @@ class Stack(Work):
         term = None
         if first.proximal_term is not None:
             center, linear = (
-                stacked(zero_padded([getattr(r.proximal_term, n) for r in requests], first.padded.start))
+                stack_trees(zero_padded([getattr(r.proximal_term, n) for r in requests], first.padded.start))
                 for n in ("center", "linear")
             )
             term = ProximalTerm(first.proximal_term.strength, center, linear)
-        start = stacked(zero_padded([r.start for r in requests], first.padded.start))
+        start = stack_trees(zero_padded([r.start for r in requests], first.padded.start))
         self._requests, self._states = requests, list[OptimizerState]()
-        constants = stacked(zero_padded([r.constants for r in requests], first.padded.constants))
+        constants = stack_trees(zero_padded([r.constants for r in requests], first.padded.constants))
         whole = Request(
             first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term,
             kept=_stacked_state(requests),
@@ -284,10 +284,10 @@ def _stacked_state(requests: Sequence[Request]) -> KeptState | None:
     slots = [
         zero_padded(list(trees), first.padded.start) for trees in zip(*(s.slots for s in states), strict=True)
     ]
-    return KeptState(OptimizerState([stacked(trees) for trees in slots], states[0].taken))
+    return KeptState(OptimizerState([stack_trees(trees) for trees in slots], states[0].taken))
 
 
-def stacked(trees: list[Any]) -> Any:
+def stack_trees(trees: list[Any]) -> Any:
     """Stacks equal trees over a leading client axis."""
     return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
 

@@ -65,10 +65,12 @@ class Feed:
         if self._rows is not None:
             return self._rows.batch(step)
         if not self._picks:
-            return joined([next(feed) for feed in self._feeds[:active]])
+            return join_batches([next(feed) for feed in self._feeds[:active]])
         examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
         if any(len(i) != len(index[0]) for i in index):
-            return joined([gather(e, i, step, loss=self._loss) for e, i in zip(examples, index, strict=True)])
+            return join_batches(
+                [gather(e, i, step, loss=self._loss) for e, i in zip(examples, index, strict=True)]
+            )
         x, y = (self._picked(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
         return Batch(x, y, step=step, loss=self._loss)
 
@@ -198,7 +200,7 @@ def flat(batch: Batch) -> Batch:
     return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y), batch.loss)
 
 
-def joined(batches: list[Batch]) -> Batch:
+def join_batches(batches: list[Batch]) -> Batch:
     """Batches stacked over a leading client axis, short ones zero-padded and masked."""
     sizes = [len(b) for b in batches]
     longest = max(sizes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import tree
-from ..core.contribution import Each, Mean, Sum, leaves
+from ..core.contribution import Each, Mean, Sum, contribution_leaves
 from ..core.errors import TaskError
 from ..core.method import ClientInfo, Method, Task
 from ..core.update import Update
@@ -84,7 +84,7 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
     }
 
 
-def refuse(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
+def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
     """Raise an error if something cannot be done with the updates of a method.
 
     Args:
@@ -106,7 +106,11 @@ def refuse(method: AnyMethod, task: Task, ability: str, entry: str) -> None:
 
 
 def _single_replies(contribution: Any) -> str | None:
-    seen = [path.strip("/") or "replies" for path, leaf in leaves(contribution) if isinstance(leaf, Each)]
+    seen = [
+        path.strip("/") or "replies"
+        for path, leaf in contribution_leaves(contribution)
+        if isinstance(leaf, Each)
+    ]
     return f"its server must see single replies ({', '.join(seen)})" if seen else None
 
 
@@ -116,7 +120,7 @@ def _other_structures(first: _Trial, last: _Trial) -> str | None:
 
 
 def _form(contribution: Any) -> list[Any]:
-    return [(path, type(leaf), tree.form(leaf.value)) for path, leaf in leaves(contribution)]
+    return [(path, type(leaf), tree.form(leaf.value)) for path, leaf in contribution_leaves(contribution)]
 
 
 def _sends_more(trial: _Trial, upload: Any) -> str | None:
@@ -150,7 +154,7 @@ def _not_central(first: _Trial, last: _Trial, upload: Any) -> str | None:
         return "clients are sent different things, so that their sum has no common reference"
     one = dataclasses.replace(first.client, examples=1)
     for value in (upload, first.reference):
-        for _, leaf in leaves(first.contribution(value, one)):
+        for _, leaf in contribution_leaves(first.contribution(value, one)):
             if isinstance(leaf, Mean) and leaf.weight != 1:
                 return "the weights of its mean depend on what a client sends"
             if isinstance(leaf, Sum) and any(not t.is_floating_point() for t in tree.tensors(leaf.value)):

@@ -22,7 +22,7 @@ from .accounting import (
 )
 from .ledger import PrivacyLedger
 from .settings import Privacy
-from .site_ledger import SiteLedger, spent
+from .site_ledger import SiteLedger, total_epsilon_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,9 @@ class Budget:
         """ε of the other runs of the site on the same data; 0 if no site is counted."""
         if self._site is None:
             return 0.0
-        return spent(self._site.run.kind, self._site.others(), self._delta, self.privacy.accountant)
+        return total_epsilon_of(
+            self._site.run.kind, self._site.others(), self._delta, self.privacy.accountant
+        )
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

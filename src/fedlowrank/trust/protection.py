@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.client_model import ClientModel
-from ..core.contribution import Mean, Sum, leaves, map_leaves
+from ..core.contribution import Mean, Sum, contribution_leaves, map_leaves
 from ..core.key import Key
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.model import without_data
@@ -37,7 +37,7 @@ from ..core.tree import Params
 from ..core.update import Update
 from ..core.wrapper import MethodWrapper
 from ..training.tracing import trace_upload
-from .abilities import refuse
+from .abilities import require_ability
 from .accounting import default_count_noise, next_clip, split_noise
 from .budget import Budget
 from .compression import Compressed, compress, decompress, parse_stages, with_feedback
@@ -45,7 +45,7 @@ from .noise import Source, gaussian
 from .settings import Trust
 from .stages import Stage
 from .updates import (
-    referenced,
+    reference_numbers,
     replace_numbers,
     shrink,
     update_of,
@@ -174,7 +174,11 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             return ClientState(inner, None), Upload(upload, None, within)
         update = update_of(upload, reference, compared=True)
         key, feedback = view.key / "compression", self.trust.compression.error_feedback
-        rest, residual, like = without_compared(upload, reference), None, referenced(reference, reference)
+        rest, residual, like = (
+            without_compared(upload, reference),
+            None,
+            reference_numbers(reference, reference),
+        )
         if feedback:
             compressed, residual = with_feedback(self._stages, update, state.residual, key, like)
         else:
@@ -190,7 +194,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         upload, size = shrink(upload, reference, bound, definition.scale, effective=effective)
         if not effective and not math.isfinite(size):
             # what cannot be bounded is not sent
-            upload = replace_numbers(upload, referenced(upload, reference))
+            upload = replace_numbers(upload, reference_numbers(upload, reference))
         return upload, torch.tensor([float(size <= bound)]) if self.is_adaptive else None
 
     def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
@@ -205,7 +209,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         if upload.update is None:
             return upload
         reference = self._update(self.inner.download(server.inner, client), client).reference
-        like = referenced(reference, reference)
+        like = reference_numbers(reference, reference)
         rest = with_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
         return Upload(rest, None, upload.within)
 
@@ -349,14 +353,14 @@ def protect(
     """
     privacy, rule = trust.privacy.kind, trust.robust.rule
     if privacy != "none":
-        refuse(method, task, privacy, f"privacy.kind = {privacy!r}")
+        require_ability(method, task, privacy, f"privacy.kind = {privacy!r}")
     stages = parse_stages(trust.compression.uplink)
     if stages:
-        refuse(method, task, "compression", f"compression.uplink = {trust.compression.uplink!r}")
+        require_ability(method, task, "compression", f"compression.uplink = {trust.compression.uplink!r}")
     if rule in ("median", "trimmed_mean", "geometric_median"):
-        refuse(method, task, "robust", f"robust.rule = {rule!r}")
+        require_ability(method, task, "robust", f"robust.rule = {rule!r}")
     if trust.secure.on:
-        refuse(method, task, "secure", "secure.on")
+        require_ability(method, task, "secure", "secure.on")
     if not stages and trust.clipping.norm is None:
         return method
     noise = 0.0 if budget is None else budget.noise
@@ -413,7 +417,7 @@ def _warn_of_growth(method: AnyMethod, protected: Protected, task: Task, uplink:
 
 def _numbers(contribution: Any) -> Iterator[tuple[str, Tensor]]:
     """The numbers of a contribution's sums and means, with their paths."""
-    for path, leaf in leaves(contribution):
+    for path, leaf in contribution_leaves(contribution):
         if isinstance(leaf, (Mean, Sum)):
             yield from tree.leaves(leaf.value, path)
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core import tree
-from ..core.contribution import Aggregator, Each, Mean, Sum, fault_of, leaves, map_leaves
+from ..core.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, fault_of, map_leaves
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from .settings import SecureSums
@@ -57,7 +57,7 @@ def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]
         TaskError: if the server must see a leaf by itself.
         TreeError: if the form is another one, or holds what cannot be added.
     """
-    if each := [path for path, leaf in leaves(contribution) if isinstance(leaf, Each)]:
+    if each := [path for path, leaf in contribution_leaves(contribution) if isinstance(leaf, Each)]:
         raise TaskError(
             f"the server must see the Each at {each[0]!r} by itself. Set secure.on = false, or use means and "
             "sums alone: fedavg, fedit, hetlora with prune = 1, fedslr with memory_efficient = true"
@@ -67,8 +67,8 @@ def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]
     kinds, expected = (map_leaves(lambda _, x: type(x).__name__, c) for c in (contribution, like))
     if kinds != expected:
         raise tree.TreeError(f"its leaves are {kinds}, those of others {expected}")
-    found, aligned = dict(leaves(contribution)), list[tuple[Any, list[Tensor]]]()
-    for path, leaf in leaves(like):
+    found, aligned = dict(contribution_leaves(contribution)), list[tuple[Any, list[Tensor]]]()
+    for path, leaf in contribution_leaves(like):
         aligned.append((found[path], []))
         tree.map(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, found[path].value)
         for a, b in zip(tree.tensors(leaf.value), aligned[-1][1], strict=True):
@@ -131,7 +131,7 @@ class FixedPoint:
     def decode(self, vector: Vector, like: Any) -> Any:
         """The total, its tensors as in ``like`` by type, shape and device; None for a mean without weight."""
         numbers, totals = torch.from_numpy(vector.view(np.int64)), dict[str, Any]()
-        for path, leaf in leaves(like):
+        for path, leaf in contribution_leaves(like):
             weight, step, values = 1, self.sum_step, []
             if isinstance(leaf, Mean):
                 weight, step, numbers = int(numbers[0]), self.step, numbers[1:]

@@ -25,7 +25,7 @@ from filelock import FileLock
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, read_json, write_json
 from ..core.private_files import make_private_folder
-from ..data.overlap import SKETCH, shared
+from ..data.overlap import SKETCH, overlap
 from .accounting import Accountant, Sampling, local_epsilon, total_epsilon
 from .ledger import PrivacyLedger
 
@@ -99,7 +99,7 @@ class SiteRun:
             return False
         if self.kind == "server":
             return not set(self.data).isdisjoint(other.data)
-        return shared(self.data, other.data) >= SAME_DATA
+        return overlap(self.data, other.data) >= SAME_DATA
 
     def with_data_of(self, other: SiteRun) -> SiteRun:
         """The run, on the data of both."""
@@ -239,7 +239,9 @@ def accounts(found: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[list[str]]
     return groups
 
 
-def spent(kind: Kind, ledgers: Sequence[PrivacyLedger], delta: float, accountant: Accountant) -> float:
+def total_epsilon_of(
+    kind: Kind, ledgers: Sequence[PrivacyLedger], delta: float, accountant: Accountant
+) -> float:
     """ε of the charges of several runs on the same data; see :func:`.accounting.total_epsilon`."""
     if kind == "local":
         precision = sum(map(_precision, ledgers))

@@ -97,7 +97,7 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         return
     others = _same_parts(children, reference)
     for key, child in children:
-        yield from parts(child, ITSELF if others is None else others[key], tree.join(path, key))
+        yield from parts(child, ITSELF if others is None else others[key], tree.join_path(path, key))
 
 
 def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
     return found
 
 
-def referenced(upload: Any, reference: Any) -> Params:
+def reference_numbers(upload: Any, reference: Any) -> Params:
     """The numbers of a reference by path, zeros where a part of the upload is itself the update."""
     found: Params = {}
     for path, part, ref in parts(upload, reference):
@@ -144,12 +144,14 @@ def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -
     children = tree.children(value, path)
     if children is None:
         return value
-    return tree.rebuild(value, [(k, replace_numbers(v, numbers, tree.join(path, k))) for k, v in children])
+    return tree.rebuild(
+        value, [(k, replace_numbers(v, numbers, tree.join_path(path, k))) for k, v in children]
+    )
 
 
 def with_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
     """The upload whose update is another one: the reference plus that."""
-    base = referenced(upload, reference)
+    base = reference_numbers(upload, reference)
     numbers = {path: (base[path].double() + u.double()).to(base[path]) for path, u in update.items()}
     return replace_numbers(upload, numbers)
 
@@ -339,9 +341,9 @@ def along(upload: Any, reference: Any, t: float) -> Any:
     numbers: Params = {}
     for path, part, ref in parts(upload, reference):
         if isinstance(part, Factored):
-            numbers[tree.join(path, "s")] = part.s * t * t
+            numbers[tree.join_path(path, "s")] = part.s * t * t
             continue
-        base = referenced(part, ref)
+        base = reference_numbers(part, ref)
         numbers |= {
             path + place: (base[place] + t * u).to(base[place]) for place, u in update_of(part, ref).items()
         }
@@ -386,5 +388,5 @@ def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path:
         raise TreeError(
             f"what lies beside the update at {path or 'its top'} has other parts than the reference"
         )
-    made = [(k, with_compared(v, others[k], update, tree.join(path, k))) for k, v in children]
+    made = [(k, with_compared(v, others[k], update, tree.join_path(path, k))) for k, v in children]
     return tree.rebuild(rest, made)

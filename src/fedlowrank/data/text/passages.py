@@ -11,7 +11,7 @@ from ...core.bounds import check_minimum
 from ...core.errors import DataError
 from ...core.field_checks import CheckedFields
 from ..files import expand_path
-from .records import Instruction, Texts, check_columns, check_share
+from .records import Instruction, Texts, check_column_setting, check_share
 from .table import read_file, read_text
 
 Unit = Literal["characters", "lines"]
@@ -81,7 +81,7 @@ class Speakers(Lines):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_columns("speaker", self.speaker)
+        check_column_setting("speaker", self.speaker)
 
     def load(self) -> Texts:
         """The passages, speakers in the order of their first row; see `TextSource.load`."""

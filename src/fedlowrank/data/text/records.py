@@ -83,7 +83,7 @@ def check_share(share: float) -> None:
         raise ConfigError(f"test_share must be a share from 0 to below 1, not {share!r}.")
 
 
-def check_columns(setting: str, columns: object) -> None:
+def check_column_setting(setting: str, columns: object) -> None:
     """Reject an empty list of columns, and a string, whose letters would be taken for columns."""
     if isinstance(columns, str) or not columns:
         raise ConfigError(f"{setting} must be a list of at least one column, not {columns!r}.")

@@ -12,7 +12,7 @@ from ...core.field_checks import CheckedFields
 from ...core.key import Key
 from ..files import expand_path
 from .passages import Lines, Speakers
-from .records import Instruction, Labeled, Texts, check_columns, check_share, hold_out
+from .records import Instruction, Labeled, Texts, check_column_setting, check_share, hold_out
 from .table import Table, find_file, read_file, read_split
 
 
@@ -68,7 +68,7 @@ LANGUAGES = ("C", "C#", "C++", "Go", "Java", "PHP", "Pascal", "Python", "Scala")
 _LANGUAGE = re.compile(r"(?<![\w#+])(C#|C\+\+|C(?![\w#+])|Go(?!\w)|(?i:java|php|pascal|python|scala)(?!\w))")
 
 
-def language_of(text: str) -> str | None:
+def programming_language(text: str) -> str | None:
     """The first programming language that a text names as a separate word, or None."""
     found = _LANGUAGE.search(text)
     return found and next(name for name in LANGUAGES if name.lower() == found.group().lower())
@@ -102,7 +102,7 @@ class CodeAlpaca(CheckedFields):
         records = _instructions(read_file(self.path), notes, "instruction", "output", "input")
         if self.by_language:
             count = len(records)
-            records = [replace(r, category=language_of(f"{r.prompt} {r.input}")) for r in records]
+            records = [replace(r, category=programming_language(f"{r.prompt} {r.input}")) for r in records]
             records = [r for r in records if r.category is not None]
             notes.append(f"{count - len(records)} of {count} tasks name none of the nine languages; dropped")
             if not records:
@@ -256,7 +256,7 @@ class TextClasses(_FileOrHub):
     classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_columns("text", self.text)
+        check_column_setting("text", self.text)
         self._check_one_test()
 
     def load(self) -> Texts:

@@ -85,7 +85,7 @@ class Base:
         memo = _memo(lora)
         if keep == "merged":
             return {}, memo.get("moved", self, lambda: lora.add_to_weights(self._sum()))
-        return memo.get("stack", self, lambda: stacked([unpack_factors(s) for s in self.stacks])), {}
+        return memo.get("stack", self, lambda: stack_factors([unpack_factors(s) for s in self.stacks])), {}
 
     def _sum(self) -> dict[str, Tensor]:
         found = dict(self.dense)
@@ -136,7 +136,7 @@ def _memo(lora: LoRA) -> Memo:
     return memo
 
 
-def stacked(factors: Sequence[Factors]) -> Factors:
+def stack_factors(factors: Sequence[Factors]) -> Factors:
     """Factors of the sum of products: the columns of all B, the rows of all A."""
     names = factors[0]
     return {
@@ -144,8 +144,8 @@ def stacked(factors: Sequence[Factors]) -> Factors:
     }
 
 
-def weighted(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
+def weigh_factors(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
     """Factors of Σ w_i B_i A_i; the weights are on B alone, for on both factors they would count twice."""
-    return stacked(
+    return stack_factors(
         [{n: Pair(w * p.b, p.a) for n, p in f.items()} for f, w in zip(factors, weights, strict=True)]
     )

@@ -145,7 +145,7 @@ class Weights:
     weights: dict[str, list[float]]
     errors: list[float]
 
-    def told(self, clients: Sequence[int]) -> dict[str, dict[str, float]]:
+    def reply_metrics(self, clients: Sequence[int]) -> dict[str, dict[str, float]]:
         """For the record: weight (the mean over layers) and truncation error of every client."""
         rows = list(self.weights.values())
         mean = [sum(p[i] for p in rows) / len(rows) for i in range(len(clients))]
@@ -233,6 +233,6 @@ def energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
     return {n: d.energy for n, d in deltas.items()}
 
 
-def discarded(deltas: Mapping[str, Delta]) -> dict[str, float]:
+def truncation_energy(deltas: Mapping[str, Delta]) -> dict[str, float]:
     """‖·‖_F² of what a cap on the rank cut off in the last round, of every layer."""
     return {n: d.discarded for n, d in deltas.items()}

@@ -24,7 +24,7 @@ from ...core.loss import task_loss
 from ...core.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
 from ...core.model import Model
 from ...core.optimizer import Optimizer
-from ...core.tree import Params, join, tree
+from ...core.tree import Params, join_path, tree
 from ...core.tree import leaves as tensors_of
 from ...linalg.pair import Factors, Pair, truncate_pair
 
@@ -150,7 +150,7 @@ class Tuning(CheckedFields):
         lora = lora_of(task.model(client))
         return self.scaling_of(lora).at(self.rank_of(client, lora.largest_rank))
 
-    def kept(self, leaves: Leaves) -> Params:
+    def personal_rest(self, leaves: Leaves) -> Params:
         """What a client keeps of its trained leaves: a personal rest."""
         return leaves["rest"] if self.head == "personal" else {}
 
@@ -178,12 +178,12 @@ def initial_factors(task: Task, rank: int) -> Factors:
     return lora_of(model).initial_factors(rank, task.key / "lora")
 
 
-def scaled(factors: Factors, scale: float) -> Factors:
+def scale_factors(factors: Factors, scale: float) -> Factors:
     """Factors of ``scale`` times the product. B is scaled, and A keeps its initial size."""
     return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
 
 
-def cut(factors: Factors, rank: int) -> Factors:
+def truncate_factors(factors: Factors, rank: int) -> Factors:
     """The first columns of every B and rows of every A."""
     return {n: truncate_pair(p, rank) for n, p in factors.items()}
 
@@ -202,7 +202,9 @@ def factors_of(leaves: Leaves) -> Factors:
     return {n: Pair(b, leaves["a"][n]) for n, b in leaves["b"].items()}
 
 
-def placed(model: Model, leaves: Leaves, scale: float | Tensor, frozen: Factors, moved: Params) -> Params:
+def model_parameters(
+    model: Model, leaves: Leaves, scale: float | Tensor, frozen: Factors, moved: Params
+) -> Params:
     """The parameters of a client's model.
 
     Args:
@@ -215,7 +217,7 @@ def placed(model: Model, leaves: Leaves, scale: float | Tensor, frozen: Factors,
     return lora_of(model).insert_factors(factors_of(leaves), scale, frozen, moved) | leaves["rest"]
 
 
-def tune(
+def train_leaves(
     view: ClientView,
     start: Leaves,
     scale: float,
@@ -234,8 +236,8 @@ def tune(
         scale: s.
         optimizer: of the pass.
         fixed: leaves that are not trained.
-        frozen: see :func:`placed`.
-        moved: see :func:`placed`.
+        frozen: see :func:`model_parameters`.
+        moved: see :func:`model_parameters`.
         penalty: added to the loss, a function of the trained leaves.
 
     Returns:
@@ -255,12 +257,15 @@ def tune(
     def loss(
         leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None
     ) -> Tensor:
-        params = placed(model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved)
+        params = model_parameters(
+            model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved
+        )
         value = task_loss(model.apply(params, batch.x), batch)
         return value if penalty is None else value + penalty(leaves)
 
     ranks = PaddedDimensions(
-        {"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | {join("/1", n) + f: i for n in more for f, i in _RANK}
+        {"/a": 0, "/b": 1},
+        {"/0/a": 0, "/0/b": 1} | {join_path("/1", n) + f: i for n in more for f, i in _RANK},
     )
     given = held, more, moved or {}, own
     end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
@@ -287,6 +292,6 @@ def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
     return not zero or any(not torch.equal(start[f][name], end[f][name]) for f, name in zero)
 
 
-def received(message: Message) -> Factors:
+def read_factors(message: Message) -> Factors:
     """The factors of a message."""
     return unpack_factors(message.factors)

@@ -16,7 +16,7 @@ from ...core.optimizer import Optimizer
 from ...core.tree import Params
 from ...core.update import Update
 from ...linalg.pair import Factors
-from .lora import Leaves, Message, Tuning, factors_of, leaves_of, placed, received, tune
+from .lora import Leaves, Message, Tuning, factors_of, leaves_of, model_parameters, read_factors, train_leaves
 
 
 class _Tuned(Protocol):
@@ -62,17 +62,17 @@ def send_factors(method: _Tuned, server: _MeanFactors, client: ClientInfo) -> Me
 def train_factors(method: _Tuned, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
     """Train both factors."""
     start = leaves_of_message(down, state)
-    return reply(method, tune(view, start, method.tuning.scale(view), method.optimizer))
+    return reply(method, train_leaves(view, start, method.tuning.scale(view), method.optimizer))
 
 
 def average_factors(method: _Tuned, upload: Message, client: ClientInfo, server: Any) -> Mean:
     """The factors and what is shared beside them, weighted by n_i."""
-    return Mean((received(upload), upload.rest), client.examples)
+    return Mean((read_factors(upload), upload.rest), client.examples)
 
 
 def collect_factors(method: _Tuned, upload: Message, client: ClientInfo, server: Any) -> dict[str, Any]:
     """The factors by themselves, for their products count; what is shared beside them, weighted by n_i."""
-    return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
+    return {"factors": Each(read_factors(upload)), "rest": Mean(upload.rest, client.examples)}
 
 
 def update_of_factors(method: _Tuned, down: Message, client: ClientInfo, task: Task) -> Update:
@@ -90,12 +90,12 @@ def model_with_factors(method: _Tuned, state: Params, down: Message, view: Clien
 
 def leaves_of_message(message: Message, own: Params) -> Leaves:
     """What is trained: the factors of a message, and its rest with the client's own."""
-    return leaves_of(received(message), own | message.rest)
+    return leaves_of(read_factors(message), own | message.rest)
 
 
 def reply(method: _Tuned, end: Leaves) -> tuple[Params, Message]:
     """What a client keeps of its trained leaves, and what it sends."""
-    return method.tuning.kept(end), method.tuning.message(factors_of(end), end["rest"])
+    return method.tuning.personal_rest(end), method.tuning.message(factors_of(end), end["rest"])
 
 
 def adapted_model(
@@ -105,5 +105,7 @@ def adapted_model(
     frozen: Factors | None = None,
     moved: Params | None = None,
 ) -> ClientModel:
-    """The model of a client; the arguments are those of :func:`~fedlowrank.methods.families.lora.placed`."""
-    return ClientModel(view.model.initial | placed(view.model, leaves, scale, frozen or {}, moved or {}))
+    """The model of a client; the arguments are those of :func:`~fedlowrank.methods.families.lora.model_parameters`."""
+    return ClientModel(
+        view.model.initial | model_parameters(view.model, leaves, scale, frozen or {}, moved or {})
+    )

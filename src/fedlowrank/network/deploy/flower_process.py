@@ -19,7 +19,7 @@ from pathlib import Path
 from ...core.errors import CheckpointError, FedlowrankError
 from ...core.files import as_checkpoint_error, write_json
 from ...core.private_files import make_private_folder
-from ...simulation.lock import exclusive, identify, is_alive
+from ...simulation.lock import exclusive, identify_process, is_alive
 from . import process_tree
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class FlowerProcess:
                 start_new_session=True,
             )
             try:
-                write_json(self._record, {**identify(self._process.pid), "address": self.address})
+                write_json(self._record, {**identify_process(self._process.pid), "address": self.address})
             except CheckpointError:
                 self.kill()
                 raise
@@ -228,7 +228,7 @@ def _groups_of(pid: int, address: str, is_running: bool) -> set[int]:
     """Process groups of a process tree, with its root's only if that runs: its number may be reused."""
     # a child that outlives the root, and the child's own tree, are one group
     child = f" --runtime-api-address {address} --parent-pid {pid} "
-    groups = {p.group for p in process_tree.processes().values() if child in f"{p.command} "}
+    groups = {p.group for p in process_tree.living_processes().values() if child in f"{p.command} "}
     if is_running:
         groups |= {pid, *(p.group for p in process_tree.descendants(pid).values())}
     return groups

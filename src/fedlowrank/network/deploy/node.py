@@ -52,7 +52,7 @@ from flwr.supernode.fleet_http_connection import http_request_response
 from .. import flower, intake
 from ..enrollment.key_request import PASSPHRASE, load_key_pair
 from ..intake import FetchBound
-from ..messages import RefusedOrderError, plain
+from ..messages import RefusedOrderError, one_line
 from ..secure.signing import MemberSigner
 from ..site.audit_log import AUDIT, SiteAudit
 from .flower_app import write_own_app
@@ -124,7 +124,7 @@ class PinnedApp(NamedTuple):
         """Why messages of a run are refused, or None if they are answered."""
         if (run.fab_id, run.fab_hash) == self:
             return None
-        offered = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
+        offered = one_line(f"{run.fab_id} with the digest {run.fab_hash}", 200)
         return (
             f"this client answers messages of the app {self.name} with the digest {self.digest} only, not "
             f"of {offered}. If the server is a `fedlowrank serve`, install the same releases of fedlowrank "
@@ -165,12 +165,14 @@ class Node:
         except GIVEN_UP as error:
             # the run may be over, or the message too old; the server asks again for what it still needs
             why = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
-            logger.info("a message was given up: %r %s", error, plain(why))
+            logger.info("a message was given up: %r %s", error, one_line(why))
         return True
 
     def _reply(self, message: Message, objects: Any) -> Message:
         metadata, run = message.metadata, message.metadata.run_id
-        logger.info("message %s of run %d", plain(f"{metadata.message_type} {metadata.group_id}", 100), run)
+        logger.info(
+            "message %s of run %d", one_line(f"{metadata.message_type} {metadata.group_id}", 100), run
+        )
         if run not in self._refusals:
             if len(self._refusals) >= _MOST_RUNS:
                 self._refusals.clear()
@@ -276,7 +278,7 @@ def limit_answers(client: httpx.Client) -> None:
     def limit(response: httpx.Response) -> None:
         coding = response.headers.get("content-encoding", "identity")
         if coding != "identity":
-            raise TooLargeAnswerError(f"the server's answer is packed ({plain(coding, 40)})")
+            raise TooLargeAnswerError(f"the server's answer is packed ({one_line(coding, 40)})")
         assert isinstance(response.stream, httpx.SyncByteStream)
         most = PIECE_BYTES if response.request.url.path.endswith("/pull-object") else CALL_BYTES
         response.stream = _Counted(response.stream, most)

@@ -21,7 +21,7 @@ class Process(NamedTuple):
     command: str
 
 
-def processes() -> dict[int, Process]:
+def living_processes() -> dict[int, Process]:
     """All living processes of the machine by number, without zombies."""
     living = {}
     for process in psutil.process_iter(["status", "cmdline"]):
@@ -39,7 +39,7 @@ def descendants(root: int) -> dict[int, Process]:
         children = {child.pid for child in psutil.Process(root).children(recursive=True)}
     except psutil.NoSuchProcess:
         return {}
-    return {pid: process for pid, process in processes().items() if pid in children}
+    return {pid: process for pid, process in living_processes().items() if pid in children}
 
 
 def end(groups: set[int], patience: float = 0.0) -> set[int]:
@@ -53,7 +53,7 @@ def end(groups: set[int], patience: float = 0.0) -> set[int]:
         The processes that survive for ten more seconds.
     """
     began = time.monotonic()
-    while left := {pid for pid, process in processes().items() if process.group in groups}:
+    while left := {pid for pid, process in living_processes().items() if process.group in groups}:
         waited = time.monotonic() - began
         if waited > patience + 10:
             break

@@ -117,7 +117,7 @@ def _order(shape: UpdateShape) -> tuple[float, float]:
     return (1.0 if shape.cosine is None else shape.cosine, -(shape.length or 0.0))
 
 
-def describe(
+def describe_fall(
     fall: Fall,
     named: Mapping[int, UpdateShape],
     everyone: Mapping[int, UpdateShape],

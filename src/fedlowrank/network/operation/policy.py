@@ -80,7 +80,7 @@ class Policy(CheckedFields):
         return build(cls, read_toml(path), "policy")
 
     @classmethod
-    def stored(cls, folder: Path) -> Policy | None:
+    def of_folder(cls, folder: Path) -> Policy | None:
         """The policy of a client's folder, or None; raises CheckpointError if it is damaged."""
         path = folder / POLICY_FILE
         if not path.exists():
@@ -174,7 +174,7 @@ def upload_paths(folder: Path) -> list[str]:
     return [path.lstrip("/") for path, _ in tree.leaves(upload)]
 
 
-def refuse(policy: Policy, violations: Sequence[str]) -> None:
+def raise_violations(policy: Policy, violations: Sequence[str]) -> None:
     """Raise ConfigError if there are violations of a policy."""
     if violations:
         raise ConfigError(

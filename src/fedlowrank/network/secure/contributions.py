@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contribution import Sum, leaves, map_leaves
+from ...core.contribution import Sum, contribution_leaves, map_leaves
 from ...core.errors import ConfigError, TaskError
 from ...core.method import ClientInfo, Method, ServerView
 from ...trust.protection import Protected
@@ -73,10 +73,10 @@ def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInf
     return found
 
 
-def size_of(like: Any) -> int:
+def vector_size(like: Any) -> int:
     """Numbers in the vector of a contribution of that form."""
-    weights = sum(not isinstance(leaf, Sum) for _, leaf in leaves(like))
-    return weights + sum(t.numel() for _, leaf in leaves(like) for t in tree.tensors(leaf.value))
+    weights = sum(not isinstance(leaf, Sum) for _, leaf in contribution_leaves(like))
+    return weights + sum(t.numel() for _, leaf in contribution_leaves(like) for t in tree.tensors(leaf.value))
 
 
 def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
@@ -133,5 +133,5 @@ def _plain(contribution: Any) -> dict[str, Any]:
     """A contribution as a tree."""
     return {
         path: {"value": leaf.value, "weight": torch.tensor(getattr(leaf, "weight", 1.0), dtype=torch.float64)}
-        for path, leaf in leaves(contribution)
+        for path, leaf in contribution_leaves(contribution)
     }

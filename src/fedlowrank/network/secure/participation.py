@@ -31,13 +31,13 @@ RECORD = "masked.json"
 """Name of the file in a client's folder."""
 
 
-def pack(values: Any) -> str:
+def bytes_to_text(values: Any) -> str:
     """Bytes, or several of them, as text."""
     return values.hex() if isinstance(values, bytes) else ".".join(v.hex() for v in values)
 
 
 def unpack(text: str) -> list[bytes]:
-    """Inverse of :func:`pack`; raises SecureSumError for any other text."""
+    """Inverse of :func:`bytes_to_text`; raises SecureSumError for any other text."""
     try:
         return [bytes.fromhex(part) for part in text.split(".")]
     except ValueError as error:
@@ -52,7 +52,7 @@ def unpack_announcement(text: str) -> Announcement:
     return parts[0], parts[1], parts[2], parts[3]
 
 
-def by_client(parcel: dict[str, str]) -> dict[int, str]:
+def parcel_by_client(parcel: dict[str, str]) -> dict[int, str]:
     """A parcel by the numbers of clients; raises SecureSumError if a key is none."""
     if not all(key.isdecimal() and len(key) < 4 for key in parcel):
         raise SecureSumError("a part of a secure sum's message names no client")
@@ -61,12 +61,12 @@ def by_client(parcel: dict[str, str]) -> dict[int, str]:
 
 def to_parcel(parts: Mapping[int, Any]) -> dict[str, str]:
     """Bytes by client, or several of them, as they are sent."""
-    return {str(client): pack(part) for client, part in sorted(parts.items())}
+    return {str(client): bytes_to_text(part) for client, part in sorted(parts.items())}
 
 
 def from_parcel(parcel: dict[str, str]) -> dict[int, bytes]:
     """The bytes by client in a parcel; raises SecureSumError if it cannot be read."""
-    return {client: unpack(text)[0] for client, text in by_client(parcel).items()}
+    return {client: unpack(text)[0] for client, text in parcel_by_client(parcel).items()}
 
 
 class Participation:
@@ -145,10 +145,10 @@ class Participation:
             return to_parcel({self._client: self._member.announce()})
         member = self._of(order)
         if order.step == "share":
-            announced = {c: unpack_announcement(text) for c, text in by_client(order.parcel).items()}
+            announced = {c: unpack_announcement(text) for c, text in parcel_by_client(order.parcel).items()}
             return to_parcel(member.share(announced))
         if order.step == "agree":
-            return to_parcel({self._client: member.agree(list(by_client(order.parcel)))})
+            return to_parcel({self._client: member.agree(list(parcel_by_client(order.parcel)))})
         return to_parcel(member.reveal(from_parcel(order.parcel)))
 
     def _of(self, order: Order) -> SumMember:

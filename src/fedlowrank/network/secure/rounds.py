@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 from ...core import tree
-from ...core.contribution import Aggregator, Sum, leaves
+from ...core.contribution import Aggregator, Sum, contribution_leaves
 from ...core.errors import ConfigError
 from ...core.method import ClientInfo
 from ...engines.base import AnyMethod, ClientJob, ClientResult
 from ...training.trainer import Meter
 from ...trust.secure_sums import FixedPoint, Vector
 from ..messages import Answer, Step
-from .contributions import size_of
+from .contributions import vector_size
 from .leader import SumLeader, from_bytes
 from .member import MAX_CLIENTS, SecureSumError, threshold
-from .participation import by_client, from_parcel, to_parcel, unpack_announcement
+from .participation import from_parcel, parcel_by_client, to_parcel, unpack_announcement
 from .signing import MemberKeys, Session
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class SecureRounds:
             )
         self._clients, self._keys, self._grid, self._like = clients, keys, grid, like
         self.least = threshold(clients)
-        self.size = size_of(like)
+        self.size = vector_size(like)
         self.total: Any = None
         self.contributed: list[int] = []
         self.reason = ""
@@ -132,7 +132,7 @@ class SecureRounds:
         """Raise SecureSumError if the weights in a total cannot be, as with masks left or a client that lies."""
         most = self._clients * round(self._grid.largest_weight / self._grid.unit)
         place, numbers = 0, total.view(np.int64)
-        for _, leaf in leaves(self._like):
+        for _, leaf in contribution_leaves(self._like):
             if not isinstance(leaf, Sum):
                 if not 0 <= (weight := int(numbers[place])) <= most:
                     raise SecureSumError(
@@ -186,7 +186,7 @@ class SecureRounds:
                 logger.info(self._lost[client])
 
     def _announced(self, client: int, parcel: dict[str, str]) -> None:
-        self._server().announce(client, unpack_announcement(_only(by_client(parcel), client)))
+        self._server().announce(client, unpack_announcement(_only(parcel_by_client(parcel), client)))
 
     def _shared(self, client: int, parcel: dict[str, str]) -> None:
         self._server().share(client, from_parcel(parcel))

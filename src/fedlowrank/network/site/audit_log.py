@@ -23,7 +23,7 @@ from typing import Any
 from ...core.errors import CheckpointError
 from ...core.files import append_event
 from ...simulation.digest import digest_of
-from ..messages import plain
+from ..messages import one_line
 from .settings import SiteSettings
 
 AUDIT = "audit.jsonl"
@@ -64,14 +64,14 @@ class SiteAudit:
     def refused(self, kind: str, why: str) -> None:
         """Log a message that is not answered; a disk that is full is ignored, for nothing leaves."""
         with contextlib.suppress(CheckpointError):
-            self._append("refused", kind=kind, why=plain(why, 1000))
+            self._append("refused", kind=kind, why=one_line(why, 1000))
 
     def incident(self, error: BaseException) -> str:
         """Log an error under a number, which repetitions of the error have, too; returns the number.
 
         A disk that is full is ignored: the error is often about it, and the log of the node has the text, too.
         """
-        name, text = type(error).__name__, plain(str(error), 2000)
+        name, text = type(error).__name__, one_line(str(error), 2000)
         number = _number(self.path, name, text)
         with contextlib.suppress(CheckpointError):
             self._append("incident", number=number, error=name, text=text)
@@ -103,4 +103,4 @@ def explain(error: BaseException, audit: SiteAudit, site: SiteSettings) -> str:
     """
     number, name = audit.incident(error), type(error).__name__
     text = f"{name}: {error}" if site.send_errors else f"{name}, incident {number} in the site's audit log"
-    return plain(text)
+    return one_line(text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .norms import floats, norm, numbers_of
+from .norms import difference_norm, floats, numbers_of
 
 UpdateTensors = Mapping[tuple[str, tuple[int, ...]], Tensor]
 """The tensors of an update, flat in float64, by path and shape."""
@@ -51,7 +51,7 @@ def cosines(updates: Callable[[int], UpdateTensors], clients: Sequence[int]) -> 
     sizes = {}
     for client in clients:
         mine = updates(client)
-        size = sizes[client] = math.hypot(*(norm(t) for t in mine.values()), 0.0)
+        size = sizes[client] = math.hypot(*(difference_norm(t) for t in mine.values()), 0.0)
         for place, t in mine.items() if 0 < size < math.inf else ():
             sums[place] = sums[place] + t / size if place in sums else t / size
     found: dict[int, float | None] = {}

@@ -142,7 +142,7 @@ def match_form(form: Any, found: Any, path: str = "", length: _Length | None = N
     wanted = tree.children(form, path)
     if wanted is None:
         if isinstance(form, str) and found != form:
-            raise MismatchError(path, repr(form), shorten(repr(found)))
+            raise MismatchError(path, repr(form), shorten_text(repr(found)))
         return found
     parts = dict(tree.children(found, path) or ())
     if parts.keys() != dict(wanted).keys():
@@ -151,7 +151,9 @@ def match_form(form: Any, found: Any, path: str = "", length: _Length | None = N
         raise MismatchError(
             path, f"{describe_value(form)} of {len(wanted)} parts", f"one {_describe_keys(missing, more)}"
         )
-    return tree.rebuild(form, [(k, match_form(f, parts[k], tree.join(path, k), length)) for k, f in wanted])
+    return tree.rebuild(
+        form, [(k, match_form(f, parts[k], tree.join_path(path, k), length)) for k, f in wanted]
+    )
 
 
 def _match_any(form: OneOf, found: Any, path: str) -> Any:
@@ -171,18 +173,18 @@ def describe_value(value: Any, length: _Length | None = None) -> str:
     """Description of a value without its numbers."""
     if isinstance(value, Tensor):
         shape = [length.text() if length is not None and n == 0 else str(n) for n in value.shape]
-        return shorten(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
+        return shorten_text(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _describe_keys(missing: Sequence[str], more: Sequence[str]) -> str:
     found = [("without", missing), ("with", more)]
     return " and ".join(
-        f"{word} {shorten(', '.join(map(repr, names[:4])))}" for word, names in found if names
+        f"{word} {shorten_text(', '.join(map(repr, names[:4])))}" for word, names in found if names
     )
 
 
-def shorten(text: str) -> str:
+def shorten_text(text: str) -> str:
     """The text in one line, cut off where it is long: it may be a client's."""
     line = "".join(c if c.isprintable() else "?" for c in text[:_TEXT])
     return line if len(text) <= _TEXT else f"{line} … ({len(text)} characters)"

@@ -86,23 +86,23 @@ class Numbers(NamedTuple):
 
 def numbers_of(upload: Any, down: Any) -> Iterator[Numbers]:
     """The parts of an upload that have floating-point numbers, with what they are compared with."""
-    references = list(_parts(unpacked(down)))
-    for path, part in _parts(unpacked(upload)):
+    references = list(_parts(unpack_received(down)))
+    for path, part in _parts(unpack_received(upload)):
         if any(True for _ in floats(part)):
             form = _form(part)
             same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
             yield Numbers(path, part, same[0][1] if same else None)
 
 
-def unpacked(value: Any) -> Any:
+def unpack_received(value: Any) -> Any:
     """A tree with the factor pairs that a lossy wire packed as they are received."""
     if isinstance(value, (Quantized, Rounded)):
         return unpack_factors({"": value})[""]
     children = tree.children(value)
-    return value if children is None else tree.rebuild(value, [(k, unpacked(v)) for k, v in children])
+    return value if children is None else tree.rebuild(value, [(k, unpack_received(v)) for k, v in children])
 
 
-def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
+def measure_norms(upload: Any, down: Any) -> dict[str, PartNorms]:
     """The norms of all parts of an upload that have floating-point numbers, by path; see the module."""
     norms = {}
     for path, part, reference in numbers_of(upload, down):
@@ -123,7 +123,7 @@ def distance(part: Any, minus: Any = None) -> float:
     """Norm of all floating-point numbers of a part, minus those of another of the same form."""
     mine = [number for _, number in floats(part)]
     others = [None] * len(mine) if minus is None else [number for _, number in floats(minus)]
-    return math.hypot(*(norm(n, other) for n, other in zip(mine, others, strict=True)))
+    return math.hypot(*(difference_norm(n, other) for n, other in zip(mine, others, strict=True)))
 
 
 def products(value: Any) -> list[tuple[Tensor, Tensor]]:
@@ -155,7 +155,7 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     is_factored = isinstance(value, (Factored, Pair, Pairs))
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_factored:
         for f in dataclasses.fields(value):
-            yield from _parts(getattr(value, f.name), tree.join(path, f.name))
+            yield from _parts(getattr(value, f.name), tree.join_path(path, f.name))
     else:
         yield path, value
 
@@ -175,10 +175,10 @@ def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
     if type(value) is float:
         yield path, value
     for key, child in tree.children(value, path) or ():
-        yield from floats(child, tree.join(path, key))
+        yield from floats(child, tree.join_path(path, key))
 
 
-def norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
+def difference_norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
     """Euclidean norm of ``number - minus`` in float64; not finite if a number is not, or it overflows."""
     if not isinstance(number, Tensor):
         return abs(number - (0.0 if minus is None else float(minus)))
@@ -252,7 +252,7 @@ class NormBound:
         """The clients whose updates are far too long, with the reason.
 
         Args:
-            replies: result of :func:`measure` for each valid reply.
+            replies: result of :func:`measure_norms` for each valid reply.
             steps: optimizer steps that each client's examples imply.
             round: rounds completed; later ones of :attr:`past` are ignored.
         """
@@ -284,7 +284,7 @@ class NormBound:
         """How the updates are shortened that are longer than they may be.
 
         Args:
-            replies: result of :func:`measure` for each reply that is used.
+            replies: result of :func:`measure_norms` for each reply that is used.
             ratios: how many usual norms each client's update may have, before ``reach``.
             reach: by which the ratio of each client is multiplied; see the module.
             ratio: ``update_ratio``, beyond which an update is a strike.

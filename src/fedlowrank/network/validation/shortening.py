@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core import tree
-from .norms import PRODUCTS, distance, floats, numbers_of, product_distance, unpacked
+from .norms import PRODUCTS, distance, floats, numbers_of, product_distance, unpack_received
 
 WINDOW = 10
 """Last replies of a client among which long updates are counted."""
@@ -18,12 +18,12 @@ _HALVINGS = 40
 """Of the interval in which a factor is found."""
 
 
-def shorten(upload: Any, down: Any, bounds: Mapping[str, tuple[float, bool]]) -> Any:
+def shorten_upload(upload: Any, down: Any, bounds: Mapping[str, tuple[float, bool]]) -> Any:
     """The upload with parts moved towards what they are compared with, until their norms are within bounds.
 
     Args:
         upload: of the client.
-        down: what :func:`.norms.measure` compared it with.
+        down: what :func:`.norms.measure_norms` compared it with.
         bounds: as in :class:`.norms.Shortening`.
 
     Returns:
@@ -36,7 +36,7 @@ def shorten(upload: Any, down: Any, bounds: Mapping[str, tuple[float, bool]]) ->
                 bound, by_change = bounds[name]
                 part = _shortened(part, reference if by_change else None, bound, measured)
         changed[path] = part
-    return _with_parts(unpacked(upload), changed)
+    return _with_parts(unpack_received(upload), changed)
 
 
 def _with_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
@@ -46,7 +46,7 @@ def _with_parts(value: Any, parts: Mapping[str, Any], path: str = "") -> Any:
     children = tree.children(value, path)
     if children is None:
         return value
-    return tree.rebuild(value, [(k, _with_parts(v, parts, tree.join(path, k))) for k, v in children])
+    return tree.rebuild(value, [(k, _with_parts(v, parts, tree.join_path(path, k))) for k, v in children])
 
 
 def _shortened(part: Any, reference: Any, bound: float, measured: Callable[..., float]) -> Any:
@@ -59,12 +59,14 @@ def _shortened(part: Any, reference: Any, bound: float, measured: Callable[..., 
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             t = (low + high) / 2
-            low, high = (t, high) if measured(along(part, reference, t), reference) <= bound else (low, t)
+            low, high = (
+                (t, high) if measured(part_along(part, reference, t), reference) <= bound else (low, t)
+            )
         t = low
-    return along(part, reference, t)
+    return part_along(part, reference, t)
 
 
-def along(part: Any, reference: Any, t: float) -> Any:
+def part_along(part: Any, reference: Any, t: float) -> Any:
     """The part at r + t(x - r) of every floating-point number x and its reference r, 0 if there is none."""
     others = {} if reference is None else dict(floats(reference))
 
@@ -86,7 +88,7 @@ def _map_floats(value: Any, change: Callable[[str, Tensor | float], Any], path: 
     children = tree.children(value, path)
     if children is None:
         return value
-    return tree.rebuild(value, [(k, _map_floats(v, change, tree.join(path, k))) for k, v in children])
+    return tree.rebuild(value, [(k, _map_floats(v, change, tree.join_path(path, k))) for k, v in children])
 
 
 @dataclass

@@ -23,8 +23,8 @@ from ...core.contribution import Aggregator, fault_of
 from ...core.errors import FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
 from ...core.returned import check_server_state
-from .forms import MismatchError, Template, decode_upload, shorten
-from .norms import floats, norm
+from .forms import MismatchError, Template, decode_upload, shorten_text
+from .norms import difference_norm, floats
 from .shape_tracing import AnyMethod, expected_upload
 
 FAULTS = (
@@ -83,7 +83,9 @@ class Templates:
             try:
                 template = expected_upload(self.method, self.task, info, down)
             except FAULTS as error:
-                reason = f"{self.method.title} cannot work with what it would be sent: {shorten(repr(error))}"
+                reason = (
+                    f"{self.method.title} cannot work with what it would be sent: {shorten_text(repr(error))}"
+                )
                 raise RefusedReplyError(info.id, reason) from error
         # at the end are those that were asked for last
         self._known[key] = template
@@ -112,13 +114,13 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
     try:
         upload = decode_upload(data, template)
     except tree.TreeError as error:
-        raise RefusedReplyError(client.id, shorten(str(error))) from error
+        raise RefusedReplyError(client.id, shorten_text(str(error))) from error
     except MismatchError as error:
         reason = f"expected {error.expected}, found {error.found}"
         raise RefusedReplyError(client.id, reason, path=error.path) from error
     total = 0.0
     for path, number in floats(upload):
-        total = math.hypot(total, norm(number))
+        total = math.hypot(total, difference_norm(number))
         if not math.isfinite(total):
             raise RefusedReplyError(client.id, "it holds a NaN or an infinity", path=path, not_finite=True)
     if limits.max_norm is not None and total > limits.max_norm:
@@ -139,7 +141,7 @@ def checked_decode(
     try:
         return decode(upload, client)
     except FAULTS as error:
-        reason = shorten(f"{title} cannot decode it: {type(error).__name__}: {error}")
+        reason = shorten_text(f"{title} cannot decode it: {type(error).__name__}: {error}")
         raise RefusedReplyError(client.id, reason) from error
 
 
@@ -164,7 +166,7 @@ def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView)
     """
     new = check_server_state(method, server, method.server_update(server, total, view))
     for path, number in floats(new):
-        if not math.isfinite(norm(number)):
+        if not math.isfinite(difference_norm(number)):
             raise FedlowrankError(
                 f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity "
                 f"at {path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or "
@@ -213,7 +215,7 @@ def update_without_faulty(
 
 
 def _cannot_use(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
-    reason = shorten(f"{type(error).__name__}: {error}")
+    reason = shorten_text(f"{type(error).__name__}: {error}")
     return f"{method.title} cannot use the reply of client {client.id}: {reason}"
 
 
