@@ -191,7 +191,7 @@ def ours(base: Path, clients: int, rounds: int) -> Measured:
         sites(link.address, base, clients, "ours"),
     ):
         watch = watched(link, base / "app")
-        from fedlowrank.simulation.records import read_lines
+        from fedlowrank.simulation.run_files import read_lines
 
         rows = [json.loads(line) for line in read_lines(out)][1:]
         if lost := [r["lost"] for r in rows if r["lost"]]:

@@ -49,7 +49,7 @@ from fedlowrank.network.flower import (
 )
 from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.network.transport import Exchange, NodeMessage
-from fedlowrank.simulation.records import read_lines
+from fedlowrank.simulation.run_files import read_lines
 from fedlowrank.simulation.simulate import simulate
 
 SIZE = 100_000

@@ -27,8 +27,8 @@ import torch
 from fedlowrank import METHODS, SGD, AdamW, RunSettings, simulate
 from fedlowrank.core.optimizer import Schedule
 from fedlowrank.engines import ENGINES
-from fedlowrank.simulation.records import seal_run
 from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.run_files import seal_run
 from fedlowrank.testing.bench import SUBJECTS, bench_federation
 
 BEFORE = {

@@ -22,7 +22,8 @@ from fedlowrank.data.sources import SOURCES
 from fedlowrank.data.split import SPLITS
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
-from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run_files import METRICS, read_lines
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.trust.settings import Privacy
 

@@ -14,8 +14,9 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.plan import Plan
-from fedlowrank.simulation.records import RunRecord, seal_run
+from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.run_files import seal_run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import CHECKS, small_federation
 

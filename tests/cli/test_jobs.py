@@ -14,7 +14,8 @@ from fedlowrank.cli.main import main
 from fedlowrank.cli.parallel import Event, Outcome, run_parallel
 from fedlowrank.config.comparison import PlannedRun, plan_runs
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.simulation.records import RunRecord, run_folders
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run_files import run_folders
 
 from .small import SMALL, done, refused, write
 

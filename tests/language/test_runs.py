@@ -22,8 +22,9 @@ from fedlowrank.core.errors import ConfigError, FedlowrankError, TaskError
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.language.scores import PerplexityTask
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
+from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.run_files import METRICS, read_lines
 
 torch.set_num_threads(1)
 

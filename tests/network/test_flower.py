@@ -24,8 +24,9 @@ from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
+from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.run_files import METRICS, read_lines
 
 COMMAND = [sys.executable, "-m", "fedlowrank.cli.main"]
 

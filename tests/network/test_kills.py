@@ -18,8 +18,8 @@ from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.result import Result
+from fedlowrank.simulation.run_files import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 
 from .local import (

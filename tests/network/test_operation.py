@@ -23,7 +23,7 @@ from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
 from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.simulation.digest import write_sealed
-from fedlowrank.simulation.records import METRICS
+from fedlowrank.simulation.run_files import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 
 from .local import LocalTransport, changed, in_round, intact, local, served, small

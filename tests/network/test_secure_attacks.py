@@ -28,8 +28,8 @@ from fedlowrank.network.secure.participation import (
     Participation,
     bytes_to_text,
     parcel_by_client,
-    unpack,
-    unpack_announcement,
+    text_to_bytes,
+    text_to_bytes_announcement,
 )
 from fedlowrank.network.secure.signing import MemberSigner, Session
 from fedlowrank.network.transport import NodeMessage
@@ -93,11 +93,11 @@ class Server:
         of = order("announce", **where)
         leader = SumLeader(self.n, Session(of.run, of.branch, of.round), ROSTER)
         for c in clients:
-            leader.announce(c, unpack_announcement(self.ask(c, "announce", **where)[c]))
+            leader.announce(c, text_to_bytes_announcement(self.ask(c, "announce", **where)[c]))
         keys = {c: bytes_to_text(found) for c, found in leader.announced.items()}
         for c in clients:
             boxes = self.ask(c, "share", keys, **where)
-            leader.share(c, {to: unpack(box)[0] for to, box in boxes.items()})
+            leader.share(c, {to: text_to_bytes(box)[0] for to, box in boxes.items()})
         vectors = {}
         for c in clients:
             parcel = {other: bytes_to_text(box) for other, box in leader.boxes_for(c).items()}
@@ -114,11 +114,11 @@ class Server:
             leader.add(c, vector)
         names = dict.fromkeys(vectors, "")
         for c in vectors:
-            leader.agree(c, unpack(self.ask(c, "agree", names, **where)[c])[0])
+            leader.agree(c, text_to_bytes(self.ask(c, "agree", names, **where)[c])[0])
         signed = {c: bytes_to_text(signature) for c, signature in leader.signatures.items()}
         for c in vectors:
             shares = self.ask(c, "reveal", signed, **where)
-            leader.reveal(c, {owner: unpack(share)[0] for owner, share in shares.items()})
+            leader.reveal(c, {owner: text_to_bytes(share)[0] for owner, share in shares.items()})
         return leader.total()
 
     def total(self, clients: Collection[int], **where: Any) -> Any:
@@ -351,7 +351,7 @@ class TestMalformed:
         """Client 3 is the server's, and signs a key with which the shared secret is known to all."""
         server = Server(tmp_path)
         found = {c: server.ask(c, "announce")[c] for c in range(4)}
-        content = unpack(found[3])[:3]
+        content = text_to_bytes(found[3])[:3]
         content[place] = key
         signature = MemberSigner(KEYS[3]).sign(Session(RUN, 0, 1).message("keys", 3, *content))
         found[3] = bytes_to_text((*content, signature))

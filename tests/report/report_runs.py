@@ -18,13 +18,8 @@ from fedlowrank.report.findings import state_findings
 from fedlowrank.report.groups import choose_target, group_runs
 from fedlowrank.report.metrics import RunStatistics
 from fedlowrank.report.style import make_styles
-from fedlowrank.simulation.records import (
-    METRICS,
-    REPRESENTATIONS,
-    RunRecord,
-    encode_representations,
-    seal_run,
-)
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run_files import METRICS, REPRESENTATIONS, encode_representations, seal_run
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]

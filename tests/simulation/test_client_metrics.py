@@ -25,8 +25,9 @@ from fedlowrank.report import comparison
 from fedlowrank.report.tables import to_csv
 from fedlowrank.simulation.client_metrics import METRICS as NAMES
 from fedlowrank.simulation.client_metrics import compute, log_odds
-from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
+from fedlowrank.simulation.records import RoundRecord, RunRecord
 from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.run_files import METRICS
 
 torch.set_num_threads(1)
 

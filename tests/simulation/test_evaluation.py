@@ -17,8 +17,9 @@ from fedlowrank import ClientModel, ClientView, Federation, simulate
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import METHODS, FedAvg
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord, read_lines
+from fedlowrank.simulation.records import RoundRecord, RunRecord
 from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.run_files import METRICS, read_lines
 from fedlowrank.simulation.settings import RunSettings
 
 torch.set_num_threads(1)

@@ -21,7 +21,8 @@ from fedlowrank.report import comparison
 from fedlowrank.simulation.frames import client_frame, rounds_frame
 from fedlowrank.simulation.measurements import Block, Column, Measurements
 from fedlowrank.simulation.progress import describe_record
-from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord
+from fedlowrank.simulation.records import RoundRecord, RunRecord
+from fedlowrank.simulation.run_files import METRICS
 
 torch.set_num_threads(1)
 

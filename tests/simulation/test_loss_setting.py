@@ -22,6 +22,7 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.report.data_figures import plot_embeddings
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.result import Result
+from fedlowrank.simulation.run_files import read_representations
 
 SIZES = 5, 3
 LR = 0.5
@@ -479,7 +480,7 @@ def test_real_targets_have_no_embedding_plot(loss: str, tmp_path: Path) -> None:
         "fedavg", Federation.from_arrays(data, model, head="1", loss=loss), rounds=1, folder=tmp_path / "run"
     )
     stored = RunRecord.load(tmp_path / "run")
-    found = stored.representations()
+    found = read_representations(stored.folder)
     assert found is not None
     assert (found["label"].shape, found["client"].tolist()) == ((8, 3), [0] * 4 + [1] * 4)
     group: Any = SimpleNamespace(first=stored)

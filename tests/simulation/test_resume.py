@@ -33,12 +33,12 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.digest import seal
-from fedlowrank.simulation.records import (
+from fedlowrank.simulation.records import RoundRecord, RunRecord
+from fedlowrank.simulation.run_files import (
     METRICS,
     REPRESENTATIONS,
-    RoundRecord,
-    RunRecord,
     read_lines,
+    read_representations,
     seal_run,
 )
 
@@ -768,7 +768,7 @@ def test_a_file_without_its_digest_is_refused_until_it_is_sealed(tmp_path: Path,
 def test_damaged_representations_are_named(tmp_path: Path) -> None:
     whole_run(tmp_path / "run", **TINY)
     run, path = RunRecord.load(tmp_path / "run"), tmp_path / "run" / REPRESENTATIONS
-    found = run.representations()
+    found = read_representations(run.folder)
     assert found is not None
     assert len(found["x"])
     data = path.read_bytes()
@@ -777,10 +777,10 @@ def test_damaged_representations_are_named(tmp_path: Path) -> None:
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         with pytest.raises(CheckpointError, match="representations"):
-            run.representations()
+            read_representations(run.folder)
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match="or remove it"):
-        run.representations()
+        read_representations(run.folder)
 
 
 def test_left_overs_are_removed(tmp_path: Path) -> None:

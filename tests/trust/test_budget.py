@@ -17,7 +17,8 @@ import dp_accounting
 
 from fedlowrank import Clipping, Privacy, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError
-from fedlowrank.simulation.records import RunRecord, seal_run
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run_files import seal_run
 from fedlowrank.trust.accounting import Sampling
 from fedlowrank.trust.budget import Budget
 from methods.setting import alike

@@ -37,7 +37,8 @@ from ..report import (
 from ..report.gallery import SHEET
 from ..report.style import EMBEDDED_FONTS, Width
 from ..simulation.export import write
-from ..simulation.records import RoundRecord, RunRecord, run_folders
+from ..simulation.records import RoundRecord, RunRecord
+from ..simulation.run_files import run_folders
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import simulate
 from .downloads import get_data

@@ -13,7 +13,8 @@ from ..network.account import Account
 from ..network.operation.activity import UpdateShape
 from ..simulation.digest import read_sealed
 from ..simulation.lock import is_alive, read_holder
-from ..simulation.records import RunRecord, describe_missing, run_folders
+from ..simulation.records import RunRecord, describe_missing
+from ..simulation.run_files import run_folders
 from .terminal import OUT
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
-from ..simulation.records import CONFIG, read_config
 from ..simulation.run import Run
+from ..simulation.run_files import CONFIG, read_config
 from ..simulation.simulate import reopen
 from .experiment import ExperimentConfig
 

@@ -19,7 +19,7 @@ from ..core.files import as_checkpoint_error, write_json
 from ..simulation import checkpoint
 from ..simulation.digest import check_seal, seal
 from ..simulation.lock import exclusive
-from ..simulation.records import read_clients
+from ..simulation.run_files import read_clients
 from .operation.activity import LastReply, UpdateShape
 
 logger = logging.getLogger(__name__)

@@ -44,8 +44,9 @@ from ..simulation.local_model import LocalModel, local_model
 from ..simulation.measurements import Block
 from ..simulation.participants import Participants
 from ..simulation.preparation import check_parts, place_data
+from ..simulation.run_files import LEDGER
 from ..simulation.run_folder import versions
-from ..trust.budget import LEDGER, Budget
+from ..trust.budget import Budget
 from ..trust.protection import protect
 from ..trust.secure_sums import FixedPoint
 from ..trust.site_ledger import SiteLedger, SiteRun

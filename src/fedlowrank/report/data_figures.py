@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ..simulation.records import RunRecord
+from ..simulation.run_files import read_representations
 from .chart import space_evenly
 from .formats import one_line
 from .groups import RunGroup, seed_of
@@ -59,7 +60,7 @@ def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
 
 
 def _load_representations(run: RunRecord) -> Stored | None:
-    tensors = run.representations()
+    tensors = read_representations(run.folder)
     if tensors is None or not {"x", "label", "client"} <= tensors.keys():
         return None
     if tensors["label"].ndim > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from ..core.errors import CheckpointError
 from ..core.method import Method
 from ..models.fingerprint import compare_layers
 from .stored_settings import add_defaults
@@ -41,6 +43,16 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
     why = f"{method.title} plans its rounds by how many there are"
     others = f"{before} of {after} are others than {before} of {before}"
     return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
+
+
+def check_changes(folder: Path, stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> None:
+    """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
+    if changes := changes_of(stored, now, method):
+        raise CheckpointError(
+            f"{folder} cannot be resumed with another configuration: "
+            + "; ".join(changes)
+            + ". Set these back, or start a new run in another folder."
+        )
 
 
 def _rounds(config: Any) -> Any:

@@ -16,7 +16,7 @@ KEY = "digest"
 
 SEAL_AGAIN = (
     "If you changed a run folder and mean it, enter its digests again: "
-    "python -c \"from fedlowrank.simulation.records import seal_run; seal_run('RUN')\""
+    "python -c \"from fedlowrank.simulation.run_files import seal_run; seal_run('RUN')\""
 )
 """What to type after a change by hand, for messages."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
-from ..trust.budget import LEDGER
 from ..trust.ledger import PrivacyLedger
+from .run_files import LEDGER
 
 EVALUATIONS = 50
 """Evaluations that a run has at least, however much they cost."""

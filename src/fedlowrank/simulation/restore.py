@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from . import checkpoint
-from .records import RoundRecord
+from .config_changes import check_changes
+from .records import RoundRecord, read_records
 from .run import Run
+from .run_files import read_config
 from .run_folder import RunFolder
 
 
@@ -26,10 +28,11 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         FolderInUseError: if another process writes the folder.
     """
     folder.lock()
-    stored = folder.check_config(run.method)
+    stored = read_config(folder.path)
+    check_changes(folder.path, stored, folder.config, run.method)
     run.restore(folder.load(run.new_store()))
     is_damaged = folder.repair_tables(run.round)
-    records, missing = folder.read_records(run.round)
+    records, missing = read_records(folder.path, run.round)
     if flops := next((r.flops for r in records if r.flops), 0):
         run.plan_evaluations(flops)
     if run.round in missing:
@@ -43,8 +46,8 @@ def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
         run.stopped = str(folder.read_status().get("message", ""))
     elif run.round < run.settings.rounds:
         # rounds after the checkpoint will be done again
-        folder.rewrite(records)
+        folder.rewrite(r.to_json() for r in records)
         folder.status("running", run.round)
     if missing:
-        folder.rewrite(records)
+        folder.rewrite(r.to_json() for r in records)
     return records

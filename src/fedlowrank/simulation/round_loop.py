@@ -9,13 +9,13 @@ from types import TracebackType
 
 from ..core.errors import CheckpointError, FedlowrankError
 from ..core.files import as_checkpoint_error
-from ..trust.budget import LEDGER
 from .callbacks import CallbackList, RoundCallback
 from .loggers import make_loggers
 from .progress import bar, run_label
 from .records import RoundRecord
 from .representations import representations
 from .run import Run
+from .run_files import LEDGER
 from .run_folder import RunFolder
 
 
@@ -119,7 +119,7 @@ class _Loop:
         run, folder, settings = self._run, self._folder, self._run.settings
         self._records.append(record)
         if folder is not None:
-            folder.append(record)
+            folder.append(record.to_json())
             self._save_best()
             if record.round in settings.adapters:
                 _write_models(run, folder)
@@ -156,7 +156,7 @@ class _Loop:
     def _replace_last(self, record: RoundRecord) -> None:
         self._records[-1] = record
         if self._folder is not None:
-            self._folder.rewrite(self._records)
+            self._folder.rewrite(r.to_json() for r in self._records)
 
     def _save_best(self) -> None:
         if self._folder is not None and self._run.settings.keep_best and _is_best(self._records):
@@ -207,7 +207,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
         if folder is not None:
             # unless it came between a round and its record, nothing of the finished rounds need be lost
             if records and records[-1].round == run.round:
-                folder.rewrite(records)
+                folder.rewrite(r.to_json() for r in records)
                 _save_once(run, folder)
             folder.status("stopped", run.round, "interrupted")
         raise

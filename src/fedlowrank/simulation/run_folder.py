@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import time
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -18,28 +17,22 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, encode_json_rows, write_atomically
-from ..core.method import Method
 from ..core.version import __version__
-from ..trust.budget import LEDGER
 from . import checkpoint
 from .client_store import ClientStore, LazyMapping
-from .config_changes import changes_of
 from .digest import read_sealed, write_sealed
 from .lock import exclusive
-from .records import (
+from .run_files import (
     CLIENTS,
     CONFIG,
     FORMAT,
+    LEDGER,
     METRICS,
     REPRESENTATIONS,
     STATUS,
-    RoundRecord,
-    describe_missing,
+    encode_line,
     encode_representations,
     read_clients,
-    read_config,
-    read_lines,
-    salvage_lines,
     write_config,
 )
 from .state import State
@@ -151,17 +144,17 @@ class RunFolder:
             return False
         return {p.name.removesuffix(".part") for p in path.iterdir()} <= _BEFORE_THE_FIRST_CHECKPOINT
 
-    def append(self, record: RoundRecord) -> None:
-        """Add the record of a round."""
+    def append(self, line: str) -> None:
+        """Add the record of a round, a line of JSON."""
         with (
             as_checkpoint_error(f"cannot write {self.path / METRICS}"),
             (self.path / METRICS).open("ab") as file,
         ):
-            file.write(record.to_bytes())
+            file.write(encode_line(line))
 
-    def rewrite(self, records: list[RoundRecord]) -> None:
-        """Replace all records."""
-        write_atomically(self.path / METRICS, (record.to_bytes() for record in records))
+    def rewrite(self, lines: Iterable[str]) -> None:
+        """Replace all records, each a line of JSON."""
+        write_atomically(self.path / METRICS, map(encode_line, lines))
 
     def reconfigure(self) -> None:
         """Write the configuration again, where only what is free to change has changed."""
@@ -212,28 +205,6 @@ class RunFolder:
         """
         return checkpoint.load(self.path / which, store)
 
-    def check_config(self, method: Method[Any, Any, Any, Any]) -> dict[str, Any]:
-        """Check that the run can go on with this configuration.
-
-        Args:
-            method: of the run.
-
-        Returns:
-            The stored configuration.
-
-        Raises:
-            CheckpointError: if the configuration or the data changed; the message names the field.
-        """
-        stored = read_config(self.path)
-        changes = changes_of(stored, self.config, method)
-        if changes:
-            raise CheckpointError(
-                f"{self.path} cannot be resumed with another configuration: "
-                + "; ".join(changes)
-                + ". Set these back, or start a new run in another folder."
-            )
-        return stored
-
     def lock(self) -> None:
         """Keep other processes from writing the folder; raises FolderInUseError if one does."""
         if (self.path / CONFIG).exists():
@@ -259,36 +230,6 @@ class RunFolder:
             self.status("stopped", round, "its former status was lost")
             is_damaged = True
         return is_damaged
-
-    def read_records(self, round: int) -> tuple[list[RoundRecord], list[int]]:
-        """The records until a checkpoint, as far as they can be read, and the rounds whose records are lost.
-
-        Args:
-            round: rounds completed at the checkpoint.
-        """
-        damage = ""
-        try:
-            lines = read_lines(self.path)
-            found = [RoundRecord.from_json(line) for line in lines]
-        except (OSError, zlib.error, ValueError, TypeError, RecursionError) as error:
-            damage, found = f": {error}", []
-            with as_checkpoint_error(f"cannot read {self.path / METRICS}"):
-                lines = salvage_lines(self.path)
-            for line in lines:
-                with contextlib.suppress(ValueError, TypeError, RecursionError):
-                    found.append(RoundRecord.from_json(line))
-        by_round = {record.round: record for record in found if record.round <= round}
-        missing = [t for t in range(round + 1) if t not in by_round]
-        if missing:
-            logger.warning(
-                "%s is missing or damaged%s: %s, with their results and costs. The run goes on from its checkpoint "
-                "after round %d with the same bits. For all records, run it again from the start in another folder.",
-                self.path / METRICS,
-                damage,
-                describe_missing(missing),
-                round,
-            )
-        return [by_round[t] for t in sorted(by_round)], missing
 
     def has_ended(self, round: int, stored: Mapping[str, Any]) -> bool:
         """Whether the run finished at this round, and no setting asks for more than it did then.

@@ -25,12 +25,14 @@ from ..models.architecture import Architecture
 from ..models.fingerprint import describe_callable, describe_named
 from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
 from .client_metrics import split_metrics
+from .config_changes import check_changes
 from .loggers import check_loggers
 from .plan import Plan
 from .restore import restore_run
 from .result import Result
 from .round_loop import rounds
 from .run import Run
+from .run_files import read_config
 from .run_folder import RunFolder
 from .settings import RunSettings
 from .stored_settings import unwrap
@@ -194,7 +196,7 @@ def reopen(
     """
     run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
     stored = RunFolder(folder, run_description(run, config), run.clients())
-    stored.check_config(run.method)
+    check_changes(folder, read_config(folder), stored.config, run.method)
     run.restore(stored.load(run.new_store(), which))
     return run
 

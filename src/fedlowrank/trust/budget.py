@@ -26,9 +26,6 @@ from .site_ledger import SiteLedger, total_epsilon_of
 
 logger = logging.getLogger(__name__)
 
-LEDGER = "privacy.jsonl"
-"""Name of the ledger's file in a run folder, and in a client's folder."""
-
 
 class Budget:
     """The privacy budget of a run.

@@ -36,7 +36,7 @@ def bytes_to_text(values: Any) -> str:
     return values.hex() if isinstance(values, bytes) else ".".join(v.hex() for v in values)
 
 
-def unpack(text: str) -> list[bytes]:
+def text_to_bytes(text: str) -> list[bytes]:
     """Inverse of :func:`bytes_to_text`; raises SecureSumError for any other text."""
     try:
         return [bytes.fromhex(part) for part in text.split(".")]
@@ -46,7 +46,7 @@ def unpack(text: str) -> list[bytes]:
 
 def unpack_announcement(text: str) -> Announcement:
     """Keys, commitment and signature; raises SecureSumError if there are not four."""
-    parts = unpack(text)
+    parts = text_to_bytes(text)
     if len(parts) != 4:
         raise SecureSumError("an announcement does not have four parts")
     return parts[0], parts[1], parts[2], parts[3]
@@ -66,7 +66,7 @@ def to_parcel(parts: Mapping[int, Any]) -> dict[str, str]:
 
 def from_parcel(parcel: dict[str, str]) -> dict[int, bytes]:
     """The bytes by client in a parcel; raises SecureSumError if it cannot be read."""
-    return {client: unpack(text)[0] for client, text in parcel_by_client(parcel).items()}
+    return {client: text_to_bytes(text)[0] for client, text in parcel_by_client(parcel).items()}
 
 
 class Participation:
