@@ -503,9 +503,9 @@ def liar(base: Path, seeds: int) -> list[Row]:
     honest = [trial(f"honest-{n}", network, None) for n, network in enumerate((BEFORE, {}))]
     rows = [Row("five honest clients: test accuracy", *honest)]
     for what, lie in (
-        ("one liar of five, updates of −5 times the honest ones", lying(-5.0)),
+        ("one hostile client of five, updates of −5 times the honest ones", lying(-5.0)),
         ("the same, and it claims 10⁶ examples", lying(-5.0, 10**6)),
-        ("one liar of five just within the bounds, −2.9 times", lying(-2.9)),
+        ("one hostile client of five just within the bounds, −2.9 times", lying(-2.9)),
     ):
         name = f"lie-{len(rows)}"
         found = trial(f"{name}-before", BEFORE, lie), trial(f"{name}-after", {"max_fall": 0.0}, lie)
@@ -537,7 +537,7 @@ def waiting() -> list[Row]:
     grace = Grace(5.0, [20.0] * 10)
     return [
         Row(
-            "a client that says nothing where replies take 20 s and the deadline is 3,600 s: a round takes",
+            "a silent client, replies take 20 s, deadline 3,600 s: duration of a round",
             "3,600 s",
             f"{grace.limit(3600.0):.0f} s",
         )
@@ -587,7 +587,7 @@ def files(base: Path) -> list[Row]:
             "all, 0644 in 0755",
             f"{len(readable)} of {len(made)}",
         ),
-        Row("`join` with a folder of mode 0755", "goes on", "refused, with the `chmod` to type"),
+        Row("`join` with a folder of mode 0755", "continues", "refused, with the `chmod` to type"),
     ]
 
 
@@ -624,13 +624,13 @@ HEAD = """# Attacks on a network, before and after
 
     python benchmarks/network_attacks.py --out docs/results/network-attacks.md
 
-What attacks of the [threat model](../threat-model.md) give today, and what they gave before there were the protections. The
-column *after* is the output of the command. The column *before* has the figures of the reports, measured with real
-processes when the attacks were found, or else what the package did then. Accuracies of both columns are measured by
-the command, with the bounds of then (updates above 30 medians refused, none shortened,
-`examples_ratio` 10) and of now: the mean over {seeds} seeds, after ten rounds on handwritten digits.
+The table shows the effect of attacks of the [threat model](../threat-model.md) before and after the protections were added. The column *after*
+is the output of the command. The column *before* has the figures of the reports, which real processes measured when the attacks were
+found; otherwise it describes the behavior at that time. The command measures the accuracies of both columns, with the earlier bounds
+(updates above 30 medians refused, none shortened, `examples_ratio` 10) and with the present bounds. They are the mean over {seeds} seeds after
+ten rounds on handwritten digits.
 
-What may be concluded: each of these attacks is stopped or bounded. A liar that stays within the bounds still costs much accuracy.
+Conclusion: each of these attacks is stopped or bounded. A hostile client that stays within the bounds still costs much accuracy.
 
 """
 

@@ -242,11 +242,11 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     lines = [
-        "| clients | where | in process, s | floor, s | ours, s | ours / floor |",
+        "| clients | where | in process, s | floor, s | fedlowrank, s | fedlowrank / floor |",
         "| ---: | :--- | ---: | ---: | ---: | ---: |",
     ]
     sizes = [
-        "| clients | messages | counted, bytes | frames and words, bytes | more |",
+        "| clients | messages | counted, bytes | frames and headers, bytes | more |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
     plan = [(int(n), "simulation") for n in args.clients.split(",")] + [

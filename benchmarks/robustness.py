@@ -213,7 +213,7 @@ def sections(cells: Cells) -> list[str]:
         compared = len(differences(cells, method))
         lines += [
             "",
-            f"Of {compared} paired differences to the mean, in points, the interval leaves out 0 for:",
+            f"Of {compared} paired differences to the mean, in points, the interval excludes 0 for:",
             "",
         ]
         lines += [*established(cells, method), ""]

@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from evidence_claims import claims_table
+from evidence_claims import claims_table, comparisons_tables
 from evidence_figures import draw
 from evidence_tables import (
     EXPERIMENTS,
@@ -266,6 +266,8 @@ def write() -> None:
             if (FIGURES / f"{name}-recovery.csv").exists():
                 text += f"\n\n{RECOVERY}\n\n{recovery_table(name)}"
             paste(RESULTS / found["page"], name, text)
+    for page, text in comparisons_tables().values():
+        paste(RESULTS / page, "claims", text)
     paste(RESULTS / "index.md", "claims", claims_table())
     draw()
 

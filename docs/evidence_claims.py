@@ -37,11 +37,11 @@ class Case(NamedTuple):
     digits: int
     verdict: str
     stands: bool = False
-    """Whether the interval leaves out 0 once corrected for the number of all."""
+    """Whether the interval excludes 0 once corrected for the number of all."""
 
     @property
     def is_weak(self) -> bool:
-        """Whether the interval leaves out 0 by itself alone."""
+        """Whether the interval excludes 0 before the correction, and not after it."""
         return self.verdict != "undecided" and not self.stands
 
     @property
@@ -125,38 +125,49 @@ def summarize_verdicts(verdicts: Sequence[str]) -> str:
 
 
 def claims_table() -> str:
-    """A line for every claim, and then a table for each paper with all comparisons."""
+    """The verdict of every claim in one table, and what became of all intervals."""
     judged = judge_claims()
     lines = [table_row(["paper", "claim", "verdict", *VERDICTS, "clear after Holm"])]
     lines.append("| :--- | :--- | :--- |" + " ---: |" * 4)
     lines += [_short_row(claim, cases) for claim, cases in judged]
-    lines += ["", _count_those_that_stand(judged)]
-    for paper, of_paper in itertools.groupby(judged, lambda pair: pair[0]["paper"]):
-        lines += [
-            f"\n## {paper}\n",
+    return "\n".join([*lines, "", *_count_intervals(judged)])
+
+
+def comparisons_tables() -> dict[str, tuple[str, str]]:
+    """For each paper its page, and the table of its claims with all comparisons."""
+    found = {}
+    for paper, of_paper in itertools.groupby(judge_claims(), lambda pair: pair[0]["paper"]):
+        rows = list(of_paper)
+        lines = [
             "| claim | verdict | measured here | the paper |",
             "| :--- | :--- | :--- | :--- |",
+            *(_claim_row(claim, cases) for claim, cases in rows),
         ]
-        lines += [_claim_row(claim, cases) for claim, cases in of_paper]
         about = f"{paper}: differences behind the verdicts, with their 95 % intervals"
         lines.append(f"\n![{about}](figures/{paper.lower()}-claims.svg)")
-    return "\n".join(lines)
+        found[paper] = rows[0][0]["page"], "\n".join(lines)
+    return found
 
 
-def _count_those_that_stand(judged: Judged) -> str:
-    """How many intervals leave out 0, and how many of these once corrected for their number."""
+def _count_intervals(judged: Judged) -> list[str]:
+    """How many intervals exclude 0 alone and after correction, as a sentence and a table by paper."""
     every = distinct_cases(judged)
-    clear = [case for case in every.values() if case.verdict != "undecided"]
-    papers = {case.key: claim["paper"] for claim, cases in judged for case in cases if case.stands}
-    by_paper = [
-        f"{len(list(found))} of {paper}"
-        for paper, found in itertools.groupby(papers.values(), lambda paper: paper)
+    owner: dict[tuple[str, ...], str] = {}
+    for claim, cases in judged:
+        for case in cases:
+            owner.setdefault(case.key, claim["paper"])
+    lines = [
+        f"{len(every)} different intervals stand behind these rows:",
+        "",
+        table_row(["paper", "intervals", "exclude 0", "exclude 0 after Holm"]),
+        "| :--- |" + " ---: |" * 3,
     ]
-    return (
-        f"{len(every)} different intervals stand behind these rows. {len(clear)} leave out 0, and {len(papers)} of "
-        f"them do so once corrected for the number of all (p by Holm below 0.05): {', '.join(by_paper)}. In the tables "
-        "below † marks the others; n is the number of seeds where some diverged."
-    )
+    for paper in [*dict.fromkeys(owner.values()), "all"]:
+        own = [case for key, case in every.items() if paper in (owner[key], "all")]
+        clear = [case for case in own if case.verdict != "undecided"]
+        counts = (len(own), len(clear), sum(case.stands for case in own))
+        lines.append(table_row([paper, *map(str, counts)]))
+    return lines
 
 
 def _short_row(claim: dict[str, Any], cases: Sequence[Case]) -> str:

@@ -117,11 +117,11 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
         lines.append(table_row(cells))
     seeds = ", ".join(map(str, sorted(set(figures["seed"]))))
     return "\n".join(lines) + (
-        f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}, "
-        f"settings chosen on {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. Commit {source['commit']}, "
+        f"\n\n{'Loss' if scale == 1 else 'Accuracy in %'}; {experiment.run.rounds} rounds; seeds {seeds}; "
+        f"settings chosen on seeds {', '.join(map(str, tune.seeds))} after {tune.rounds} rounds. Commit {source['commit']}, "
         f"{source['machine']}, torch {source['versions']['torch']}. [Figures](evidence/{name}.csv), "
-        f"[every setting tried](evidence/{name}-tuning.csv), `python docs/evidence.py run {name}`; one row again: "
-        f"`python docs/evidence.py repeat {name} METHOD`, METHOD one of {', '.join(list_methods(name))}."
+        f"[every setting tried](evidence/{name}-tuning.csv), made by `python docs/evidence.py run {name}`. To repeat one row: "
+        f"`python docs/evidence.py repeat {name} METHOD`, METHOD is one of {', '.join(list_methods(name))}."
     )
 
 

@@ -174,6 +174,8 @@ def test_a_page_shows_which_runs_found_the_clusters(stem: str) -> None:
 @pytest.mark.full
 def test_the_summary_shows_the_claims() -> None:
     assert claims.claims_table() in (RESULTS / "index.md").read_text()
+    for page, text in claims.comparisons_tables().values():
+        assert text in (RESULTS / page).read_text()
 
 
 def last(name: str, method: str, case: dict[str, Any]) -> dict[int, float]:
@@ -214,11 +216,15 @@ def test_a_claims_interval_is_the_textbooks(claim: dict[str, Any], case: dict[st
     differences = np.array([a[seed] - b[seed] for seed in seeds])
     half = stats.t.ppf(0.975, len(seeds) - 1) * differences.std(ddof=1) / len(seeds) ** 0.5
     low, high = differences.mean() - half, differences.mean() + half
-    lines = [line for line in (RESULTS / "index.md").read_text().splitlines() if claim["claim"] in line]
-    assert len(lines) == 2
+    (_, line) = (
+        one
+        for page in ("index.md", claim["page"])
+        for one in (RESULTS / page).read_text().splitlines()
+        if f"| [{claim['claim']}](" in one
+    )
     is_loss = case["experiment"] == "floral-synthetic"
     scale, digits = (1, 4) if is_loss else (100, 1)
-    assert f"[{low * scale:+.{digits}f}, {high * scale:+.{digits}f}]".replace("-", "−") in lines[1]
+    assert f"[{low * scale:+.{digits}f}, {high * scale:+.{digits}f}]".replace("-", "−") in line
 
 
 def intervals(name: str) -> set[str]:
