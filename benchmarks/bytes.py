@@ -29,16 +29,22 @@ from scipy import stats
 from fedlowrank import METHODS, SGD, ClientInfo, Compression, Federation, Key, Method, Task, simulate
 from fedlowrank.core import tree
 from fedlowrank.core.errors import NonFiniteError, TaskError
-from fedlowrank.data.idx import Mnist
-from fedlowrank.data.partition import Dirichlet
-from fedlowrank.models.mlp import MLP
-from fedlowrank.report.chart import legend_entry
-from fedlowrank.report.style import add_legend, drawing, final_colors, make_styles, new_figure
-from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.data.datasets.idx import Mnist
+from fedlowrank.data.partitioning.partition import Dirichlet
+from fedlowrank.models.architectures.mlp import MLP
+from fedlowrank.report.figures.chart import legend_entry
+from fedlowrank.report.figures.style import (
+    add_legend,
+    drawing,
+    final_colors,
+    make_styles,
+    new_figure,
+)
+from fedlowrank.results.records import RoundRecord
 from fedlowrank.training.tracing import trace_upload
 from fedlowrank.trust.compression import parse_stages, stage_bytes
 from fedlowrank.trust.protection import protect
-from fedlowrank.trust.settings import Trust
+from fedlowrank.trust.trust_settings import Trust
 from fedlowrank.trust.updates import update_of
 
 CLIENTS, IMAGES = 50, 32_000

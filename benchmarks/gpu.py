@@ -33,9 +33,9 @@ from fedlowrank.linalg.delta import DeltaForm, initial_deltas, update_deltas
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.linalg.svt import threshold_all
 from fedlowrank.methods import METHODS
-from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.architectures.mlp import MLP
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.bench import SUBJECTS, bench_federation
 
 

@@ -25,9 +25,9 @@ from fedlowrank.core import tree
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
-from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.architectures.mlp import MLP
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 
 @contextlib.contextmanager

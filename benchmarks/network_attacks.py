@@ -53,7 +53,7 @@ from fedlowrank.config.assembly import Shares
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import FedlowrankError
-from fedlowrank.core.files import write_json
+from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.network import flower
 from fedlowrank.network.access.gate import CLIENTS, Gate
 from fedlowrank.network.access.identity import Roster
@@ -61,18 +61,18 @@ from fedlowrank.network.client import ClientRuntime, prepare
 from fedlowrank.network.deploy.flower_process import free_port, listen
 from fedlowrank.network.deploy.keys import ServerKeys, make_keys, revoke_client
 from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
-from fedlowrank.network.deploy.processes import SuperLink
+from fedlowrank.network.deploy.server_processes import SuperLink
 from fedlowrank.network.drive import drive
 from fedlowrank.network.enrollment.key_request import load_client_key
 from fedlowrank.network.intake import CHUNK
 from fedlowrank.network.messages import Order, Registration
 from fedlowrank.network.operation.grace import Grace
 from fedlowrank.network.site.audit_log import explain
-from fedlowrank.network.site.settings import SiteSettings
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.result import Result
-from fedlowrank.trust.accounting import local_epsilon
-from fedlowrank.trust.site_ledger import STATE
+from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.trust.privacy.accounting import local_epsilon
+from fedlowrank.trust.privacy.site_ledger import STATE
 
 MIB = 1 << 20
 LIAR = 3

@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlowrank.core.contract.method import Task
 from fedlowrank.core.errors import NonFiniteError
-from fedlowrank.core.method import Task
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import AnyMethod, ClientJob, ClientResult
+from fedlowrank.engines.engine import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.validation.norms import NormBound, measure_norms, relative_steps
 from fedlowrank.network.validation.shortening import Strikes, shorten_upload
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 EXAMPLES = (10, 15, 20, 40, 60, 90, 200, 400)
 UNEQUAL_RANKS = ("fedhl", "hetlora", "flexlora", "flora")

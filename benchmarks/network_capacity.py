@@ -31,10 +31,10 @@ import psutil
 import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core.files import write_json
+from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.network.client import prepare
 from fedlowrank.network.deploy.flower_app import write_app, write_own_app
-from fedlowrank.network.deploy.processes import SuperLink
+from fedlowrank.network.deploy.server_processes import SuperLink
 from fedlowrank.network.flower import EXPERIMENT, OUT
 
 THREADS = 100
@@ -191,7 +191,7 @@ def ours(base: Path, clients: int, rounds: int) -> Measured:
         sites(link.address, base, clients, "ours"),
     ):
         watch = watched(link, base / "app")
-        from fedlowrank.simulation.run_files import read_lines
+        from fedlowrank.storage.run_files import read_lines
 
         rows = [json.loads(line) for line in read_lines(out)][1:]
         if lost := [r["lost"] for r in rows if r["lost"]]:

@@ -22,18 +22,18 @@ from typing import Any
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.core.files import write_json
+from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.methods import METHODS
 from fedlowrank.network.client import prepare
-from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.deploy.flower_app import write_own_app
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 from fedlowrank.network.flower import EXPERIMENT, NODES, OUT, simulation
-from fedlowrank.network.site.settings import SiteSettings
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.network.persistence.client_memory import ClientMemory
+from fedlowrank.network.site.site_settings import SiteSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.simulate import simulate
+from fedlowrank.storage import checkpoint
 
 CLIENTS = 4
 

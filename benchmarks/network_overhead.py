@@ -33,11 +33,11 @@ from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid, ServerApp
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core.files import write_json
+from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.network.client import prepare
 from fedlowrank.network.deploy.flower_app import write_app, write_own_app
 from fedlowrank.network.deploy.flower_process import FlowerProcess, free_port
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 from fedlowrank.network.flower import (
     EXPERIMENT,
     OUT,
@@ -47,10 +47,10 @@ from fedlowrank.network.flower import (
     simulation,
     to_records,
 )
-from fedlowrank.network.site.settings import SiteSettings
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import Exchange, NodeMessage
-from fedlowrank.simulation.run_files import read_lines
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.rounds.simulate import simulate
+from fedlowrank.storage.run_files import read_lines
 
 SIZE = 100_000
 """Bytes of the floor's messages, about those of ours."""

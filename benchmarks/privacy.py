@@ -32,15 +32,15 @@ from fedlowrank import METHODS, SGD, Federation, Key, RunSettings, simulate
 from fedlowrank.core import tree
 from fedlowrank.data.clients import make_clients
 from fedlowrank.data.dataset import Dataset
-from fedlowrank.data.idx import Mnist
-from fedlowrank.data.partition import EqualDirichlet, Iid, Partition
-from fedlowrank.data.split import Matched
+from fedlowrank.data.datasets.idx import Mnist
+from fedlowrank.data.partitioning.partition import EqualDirichlet, Iid, Partition
+from fedlowrank.data.partitioning.split import Matched
 from fedlowrank.engines import ENGINES
-from fedlowrank.engines.base import ClientJob
-from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.run import Run
+from fedlowrank.engines.engine import ClientJob
+from fedlowrank.models.architectures.mlp import MLP
+from fedlowrank.rounds.run import Run
 from fedlowrank.trust.protection import Protected
-from fedlowrank.trust.settings import Clipping, Privacy
+from fedlowrank.trust.trust_settings import Clipping, Privacy
 from fedlowrank.trust.updates import update_of
 
 CLIENTS, RATE, ROUNDS, DELTA = 1000, 0.1, 50, 1e-4
@@ -248,7 +248,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw accuracy against ε."""
     import matplotlib
 
-    from fedlowrank.report import style
+    from fedlowrank.report.figures.comparison_figures import style
 
     series = (
         ("FedAvg, global model", "fedavg", "accuracy"),

@@ -43,7 +43,7 @@ def settings_of(plan: Plan) -> Any:
     from privacy import DELTA, protocol
 
     from fedlowrank import RunSettings
-    from fedlowrank.trust.settings import Clipping, Privacy
+    from fedlowrank.trust.trust_settings import Clipping, Privacy
 
     more: dict[str, Any] = {"clipping": Clipping(norm=float(plan["clip"]))}
     if plan["noise"] > 0:
@@ -57,9 +57,9 @@ def here(engine: str, plan: Plan, clock: Clock, data: str) -> list[np.ndarray[An
     import torch
     from privacy import federation, inner, method_of
 
-    from fedlowrank.data.idx import Mnist
+    from fedlowrank.data.datasets.idx import Mnist
     from fedlowrank.engines import ENGINES
-    from fedlowrank.simulation.run import Run
+    from fedlowrank.rounds.run import Run
 
     torch.set_num_threads(1)
     fed = federation(Mnist(data).load(), int(plan["seed"]))
@@ -218,7 +218,7 @@ def make_plan(fed: Any, seed: int, rounds: int, clip: float, noise: float) -> Pl
 
     from fedlowrank import RunSettings
     from fedlowrank.engines import ENGINES
-    from fedlowrank.simulation.run import Run
+    from fedlowrank.rounds.run import Run
 
     run = Run(
         method_of("fedavg"), fed, RunSettings(**protocol(seed=seed, rounds=rounds)), ENGINES["sequential"]()
@@ -264,8 +264,8 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     """Do what the file of results lacks; all rows by what they are of."""
     from privacy import CLIENTS, DELTA, EPSILONS, RATE, ROUNDS, federation, first_updates, method_of, norm
 
-    from fedlowrank.data.idx import Mnist
-    from fedlowrank.trust.accounting import Sampling, epsilon, noise_for
+    from fedlowrank.data.datasets.idx import Mnist
+    from fedlowrank.trust.privacy.accounting import Sampling, epsilon, noise_for
 
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     rows = {row["of"]: row for row in map(json.loads, lines)}

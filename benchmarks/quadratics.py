@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fedlowrank import Federation
 from fedlowrank.core.key import Key
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 RANKS = [32, 32, 16, 16, 8, 8, 4, 4, 2, 2]
 SIZE = (48, 40)

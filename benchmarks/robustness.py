@@ -34,11 +34,11 @@ from scipy import stats
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.data.federation import Federation
-from fedlowrank.report.style import drawing
-from fedlowrank.simulation.backdoor import backdoor_success
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.report.figures.style import drawing
+from fedlowrank.results.backdoor import backdoor_success
+from fedlowrank.rounds.simulate import simulate
 from fedlowrank.trust.attacks import hostile_clients
-from fedlowrank.trust.settings import Attack
+from fedlowrank.trust.trust_settings import Attack
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENT = ROOT / "experiments" / "trust" / "mnist-attacks.toml"

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from fedlowrank import METHODS, SGD, AdamW, RunSettings, simulate
-from fedlowrank.core.optimizer import Schedule
+from fedlowrank.core.learning.optimizer import Schedule
 from fedlowrank.engines import ENGINES
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import seal_run
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage.run_files import seal_run
 from fedlowrank.testing.bench import SUBJECTS, bench_federation
 
 BEFORE = {

@@ -31,7 +31,7 @@ from fedlowrank.network.enrollment.key_request import load_client_key
 from fedlowrank.network.enrollment.roster import ROSTER, KeyRoster
 from fedlowrank.network.messages import Order
 from fedlowrank.network.secure.signing import MemberKeys, MemberSigner
-from fedlowrank.network.site.settings import SiteSettings
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
 
 HIDDEN = {"10^4": 1250, "10^6": 125_000}

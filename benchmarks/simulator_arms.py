@@ -63,11 +63,11 @@ def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]
     """This package: whole rounds, with all that it counts and checks."""
 
     def arm(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
-        from fedlowrank.core.optimizer import SGD
+        from fedlowrank.core.learning.optimizer import SGD
         from fedlowrank.engines import ENGINES
         from fedlowrank.methods import METHODS
-        from fedlowrank.simulation.run import Run
-        from fedlowrank.simulation.settings import RunSettings
+        from fedlowrank.rounds.run import Run
+        from fedlowrank.rounds.run_settings import RunSettings
 
         rounds, fed = len(plan["cohorts"]), federation_of(name, len(plan["x"]))
         settings = RunSettings(rounds=rounds + 1, participation=10 / len(plan["x"]), evaluate_every=10**6)

@@ -29,7 +29,7 @@ def transformer() -> Any:
     from torch import Tensor, nn
     from torch.nn import functional
 
-    from fedlowrank.adapters.lora_layers import add_lora
+    from fedlowrank.adapters.lora.lora_layers import add_lora
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -87,11 +87,11 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
     """Examples, initial weights, and who trains in which order."""
     import torch
 
-    from fedlowrank.core.optimizer import SGD
+    from fedlowrank.core.learning.optimizer import SGD
     from fedlowrank.engines import ENGINES
     from fedlowrank.methods import METHODS
-    from fedlowrank.simulation.run import Run
-    from fedlowrank.simulation.settings import RunSettings
+    from fedlowrank.rounds.run import Run
+    from fedlowrank.rounds.run_settings import RunSettings
 
     fed = federation_of(name, clients)
     settings = RunSettings(rounds=rounds, participation=10 / clients)

@@ -8,7 +8,7 @@ import os
 from docstrings import remove_roles
 
 from fedlowrank.cli.main import parser
-from fedlowrank.config.field_help import format_field_help
+from fedlowrank.config.reading.field_help import format_field_help
 
 
 def make_pages() -> dict[str, str]:

@@ -48,8 +48,8 @@ from evidence_tables import (
 from fedlowrank import load_rounds, load_runs
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.tuning import Setting, tuned_experiment
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.scalars import scalars
+from fedlowrank.results.records import RunRecord
+from fedlowrank.results.scalars import scalars
 
 RUNS = ROOT / "runs" / "evidence"
 KEYS = ["method", "seed", "series", "round"]

@@ -19,7 +19,7 @@ from evidence_tables import (
     unit_of,
 )
 
-from fedlowrank.report.significance import ALPHA, Difference, correct_holm
+from fedlowrank.report.statistics.significance import ALPHA, Difference, correct_holm
 
 VERDICTS = ("holds", "does not hold", "undecided")
 BREAK = "<br>"

@@ -21,7 +21,7 @@ from evidence_tables import (
     unit_of,
 )
 
-from fedlowrank.report.significance import compare_over_seeds
+from fedlowrank.report.statistics.significance import compare_over_seeds
 
 matplotlib.use("svg")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pandas as pd
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.report.formats import format_signed
-from fedlowrank.report.significance import Difference, compare_over_seeds
+from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
+from fedlowrank.report.tables.number_formats import format_signed
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments" / "evidence"

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 
 FILES = Path(__file__).resolve().parents[1] / "experiments" / "floral"
 # the paper's ± of Table 1; its means are in the experiment files

@@ -13,9 +13,9 @@ from typing import Any
 
 from docstrings import remove_roles
 
-from fedlowrank.config.field_help import list_fields
+from fedlowrank.config.reading.field_help import list_fields
 from fedlowrank.core import tree
-from fedlowrank.core.method import Method
+from fedlowrank.core.contract.method import Method
 from fedlowrank.methods import METHODS
 from fedlowrank.testing.check import federation
 from fedlowrank.training.tracing import trace_upload

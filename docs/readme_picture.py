@@ -14,7 +14,7 @@ from scipy import stats
 from sklearn.datasets import load_digits
 
 from fedlowrank import SGD, Federation, methods, simulate
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.mixtures.router import Router
 
 matplotlib.use("svg")
 

@@ -14,7 +14,7 @@ from typing import Any
 import fedlowrank
 from fedlowrank.config.experiment import TAGGED
 from fedlowrank.data.sources import SOURCES
-from fedlowrank.data.text.sources import TEXT_SOURCES
+from fedlowrank.data.text.text_sources import TEXT_SOURCES
 from fedlowrank.methods import METHODS
 
 

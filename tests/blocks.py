@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedlowrank.simulation.measurements import Block, Column
+from fedlowrank.results.measurements import Block, Column
 
 Tables = dict[str, dict[str, dict[str, list[Any]]]]
 

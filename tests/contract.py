@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedlowrank.core.contribution import Aggregator
-from fedlowrank.core.method import ClientInfo, Method, ServerView
+from fedlowrank.core.contract.contribution import Aggregator
+from fedlowrank.core.contract.method import ClientInfo, Method, ServerView
 
 Predict = Callable[[Any], Tensor]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fedlowrank.core.client_model import ClientModel
-from fedlowrank.core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from fedlowrank.core.contract.client_model import ClientModel
+from fedlowrank.core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from fedlowrank.methods.pfedlora import PFedLoRA
 
 

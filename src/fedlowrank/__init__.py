@@ -13,48 +13,57 @@ from typing import TYPE_CHECKING, Any
 from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .adapters.floral_module import Floral
-    from .core.client_model import ClientModel
-    from .core.contribution import Each, Mean, Sum
+    from .adapters.mixtures.floral_module import Floral
+    from .core.contract.client_model import ClientModel
+    from .core.contract.contribution import Each, Mean, Sum
+    from .core.contract.method import (
+        Batch,
+        ClientInfo,
+        ClientView,
+        Method,
+        Pass,
+        ProximalTerm,
+        ServerView,
+        Task,
+    )
+    from .core.contract.update import Update
     from .core.errors import FedlowrankError
     from .core.key import Key
-    from .core.loss import cross_entropy, supervised_loss, task_loss
-    from .core.losses import Loss
-    from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
-    from .core.optimizer import SGD, AdamW, Group, LocalSchedule, Schedule
-    from .core.update import Update
+    from .core.learning.batch_losses import cross_entropy, supervised_loss, task_loss
+    from .core.learning.losses import Loss
+    from .core.learning.optimizer import SGD, AdamW, Group, LocalSchedule, Schedule
     from .data.augment import Augment
     from .data.federation import Federation
     from .methods import METHODS
-    from .simulation.callbacks import Callback, EarlyStopping
-    from .simulation.devices import Devices
-    from .simulation.frames import average_by_examples, load_rounds, load_runs
-    from .simulation.result import Result
-    from .simulation.settings import RunSettings
-    from .simulation.simulate import simulate
-    from .trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
+    from .results.frames import average_by_examples, load_rounds, load_runs
+    from .rounds.callbacks import Callback, EarlyStopping
+    from .rounds.outcome.result import Result
+    from .rounds.participation.devices import Devices
+    from .rounds.run_settings import RunSettings
+    from .rounds.simulate import simulate
+    from .trust.trust_settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
 
 _MODULES = {
-    "adapters.floral_module": "Floral",
-    "core.client_model": "ClientModel",
-    "core.contribution": "Each, Mean, Sum",
+    "adapters.mixtures.floral_module": "Floral",
+    "core.contract.client_model": "ClientModel",
+    "core.contract.contribution": "Each, Mean, Sum",
     "core.errors": "FedlowrankError",
     "core.key": "Key",
-    "core.loss": "cross_entropy, supervised_loss, task_loss",
-    "core.losses": "Loss",
-    "core.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
-    "core.optimizer": "SGD, AdamW, Group, LocalSchedule, Schedule",
-    "core.update": "Update",
+    "core.learning.batch_losses": "cross_entropy, supervised_loss, task_loss",
+    "core.learning.losses": "Loss",
+    "core.contract.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
+    "core.learning.optimizer": "SGD, AdamW, Group, LocalSchedule, Schedule",
+    "core.contract.update": "Update",
     "data.augment": "Augment",
     "data.federation": "Federation",
     "methods": "METHODS",
-    "simulation.frames": "average_by_examples, load_rounds, load_runs",
-    "simulation.result": "Result",
-    "simulation.devices": "Devices",
-    "simulation.callbacks": "Callback, EarlyStopping",
-    "simulation.settings": "RunSettings",
-    "simulation.simulate": "simulate",
-    "trust.settings": "Attack, Clipping, Compression, Privacy, Robust, SecureSums",
+    "results.frames": "average_by_examples, load_rounds, load_runs",
+    "rounds.outcome.result": "Result",
+    "rounds.participation.devices": "Devices",
+    "rounds.callbacks": "Callback, EarlyStopping",
+    "rounds.run_settings": "RunSettings",
+    "rounds.simulate": "simulate",
+    "trust.trust_settings": "Attack, Clipping, Compression, Privacy, Robust, SecureSums",
 }
 
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank.adapters.adapted_parameters import AdaptedParameter, find_adapted_parameters
-from fedlowrank.adapters.budget import adaptor_warnings, compute_budget
-from fedlowrank.adapters.floral_module import Floral
-from fedlowrank.adapters.mixture import (
+from fedlowrank.adapters.mixtures.adapted_parameters import AdaptedParameter, find_adapted_parameters
+from fedlowrank.adapters.mixtures.floral_module import Floral
+from fedlowrank.adapters.mixtures.mixture import (
     Construction,
     Factor,
     Pairs,
@@ -26,13 +25,14 @@ from fedlowrank.adapters.mixture import (
     precondition_matrix,
     reparameterize,
 )
-from fedlowrank.adapters.mixture_adaptors import (
+from fedlowrank.adapters.mixtures.mixture_adaptors import (
     Adaptors,
     center_adaptors,
     initial_adaptors,
     mix_weights,
     precondition_adaptors,
 )
+from fedlowrank.adapters.mixtures.parameter_budget import adaptor_warnings, compute_budget
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 

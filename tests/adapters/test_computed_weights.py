@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from fedlowrank import SGD, Federation, Floral, simulate
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import METHODS
 

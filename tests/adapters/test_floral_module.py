@@ -18,10 +18,10 @@ from torch.nn import functional
 
 import fedlowrank
 from fedlowrank import Floral
-from fedlowrank.adapters.adapted_parameters import find_adapted_parameters
-from fedlowrank.adapters.mixture import Pairs
-from fedlowrank.adapters.mixture_adaptors import initial_adaptors, precondition_adaptors
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.mixtures.adapted_parameters import find_adapted_parameters
+from fedlowrank.adapters.mixtures.mixture import Pairs
+from fedlowrank.adapters.mixtures.mixture_adaptors import initial_adaptors, precondition_adaptors
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key

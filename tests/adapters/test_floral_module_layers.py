@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import Floral
-from fedlowrank.adapters.mixture import Pairs, choose_fold
+from fedlowrank.adapters.mixtures.mixture import Pairs, choose_fold
 
 from .test_floral_module import REAL, TINY, randn
 from .test_mixture import ALL

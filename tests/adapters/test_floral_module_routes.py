@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fedlowrank import Floral
-from fedlowrank.adapters.router import Router
-from fedlowrank.config.parsing import build
+from fedlowrank.adapters.mixtures.router import Router
+from fedlowrank.config.reading.parsing import build
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.methods.floral import FederatedFloral
 

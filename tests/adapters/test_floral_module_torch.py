@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel, replicate
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import Floral
-from fedlowrank.adapters.mixture import Pairs
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.mixtures.mixture import Pairs
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core.errors import TaskError
 
 from .test_floral_module import REAL, TINY, Language, network, randn, shake

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlowrank.adapters.lora import (
+from fedlowrank.adapters.lora.lora_factors import (
     LoRA,
     average_present_components,
     find_lora,
     lora_of,
     parameters_beside_factors,
 )
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair

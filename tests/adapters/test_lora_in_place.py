@@ -19,13 +19,13 @@ from torch.nn import functional
 
 from fedlowrank import SGD, Federation, methods, simulate
 from fedlowrank.adapters.deployment import load_deployed, save_deployed
-from fedlowrank.adapters.lora import lora_of
-from fedlowrank.adapters.lora_layers import LoRALayer, add_lora, merge_lora
+from fedlowrank.adapters.lora.lora_factors import lora_of
+from fedlowrank.adapters.lora.lora_layers import LoRALayer, add_lora, merge_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.export import export_model, write
+from fedlowrank.rounds.outcome.export import export_model, write
 
 torch.set_num_threads(1)
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters.lora import find_lora
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_factors import find_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.methods.families.lora_family import Tuning
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
 from fedlowrank.methods.fedsa_lora import FedSALoRA
@@ -25,8 +25,8 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 WORDS, WIDTH, HIDDEN = 700, 600, 500
 RANK = 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters.lora_layers import LoRALayer, add_lora
+from fedlowrank.adapters.lora.lora_layers import LoRALayer, add_lora
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
 

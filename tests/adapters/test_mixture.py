@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from fedlowrank.adapters.mixture import (
+from fedlowrank.adapters.mixtures.mixture import (
     Construction,
     Factor,
     Fold,

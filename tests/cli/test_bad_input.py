@@ -13,9 +13,9 @@ import torch
 
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import FedlowrankError
-from fedlowrank.data.bundled import Iris
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.data.datasets.bundled import Iris
+from fedlowrank.results.records import RunRecord
+from fedlowrank.storage import checkpoint
 
 from .small import SMALL, done, files, refused, write
 

@@ -18,12 +18,12 @@ from fedlowrank import SGD, AdamW
 from fedlowrank.cli.main import main
 from fedlowrank.config.comparison import plan_runs
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run_settings import RunSettings
 
 from .small import SMALL, done, files, refused, write
 
@@ -243,7 +243,7 @@ def test_names_of_users_are_no_markup(capsys: Capsys) -> None:
 def test_the_bar_shows_a_title_as_it_is(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     text = SMALL + '[methods."own"]\nmethod = "fedavg"\n'
     done(capsys, "run", write(Path(), text), "run.rounds=1", "--method", "own")
-    from fedlowrank.simulation.progress import CONSOLE, bar
+    from fedlowrank.rounds.logs.progress import CONSOLE, bar
 
     monkeypatch.setattr(CONSOLE, "_force_terminal", True)
     with CONSOLE.capture() as shown, bar("a [bold]title[/wrong]", 1):

@@ -16,16 +16,16 @@ import pytest
 
 from fedlowrank import __version__
 from fedlowrank.cli.main import main, parser
-from fedlowrank.core.optimizer import Schedule
-from fedlowrank.data.partition import PARTITIONS, Natural
+from fedlowrank.core.learning.optimizer import Schedule
+from fedlowrank.data.partitioning.partition import PARTITIONS, Natural
+from fedlowrank.data.partitioning.split import SPLITS
 from fedlowrank.data.sources import SOURCES
-from fedlowrank.data.split import SPLITS
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run_files import METRICS, read_lines
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.trust.settings import Privacy
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage.run_files import METRICS, read_lines
+from fedlowrank.trust.trust_settings import Privacy
 
 from .small import SMALL, done, files, refused, write
 
@@ -295,7 +295,7 @@ def test_compare_goes_on_when_more_is_asked_for(first: list[str], then: list[str
 @pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlowrank.simulation.run import Run
+    from fedlowrank.rounds.run import Run
 
     step, calls = Run.step, 0
 
@@ -388,7 +388,7 @@ OWN = """
 from dataclasses import dataclass
 from fedlowrank import Method, cross_entropy
 
-from fedlowrank.core.contribution import mean
+from fedlowrank.core.contract.contribution import mean
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from fedlowrank.adapters import thin_layers as thin
 from fedlowrank.cli import commands
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.simulate import reopen, simulate
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.simulate import reopen, simulate
 from fedlowrank.testing.check import small_federation
 
 from .small import SMALL, done, files, refused, write

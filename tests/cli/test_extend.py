@@ -13,11 +13,11 @@ from fedlowrank.core.errors import CheckpointError
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.plan import Plan
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import seal_run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.plan import Plan
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage.run_files import seal_run
 from fedlowrank.testing.check import CHECKS, small_federation
 
 from .small import SMALL, done, files, refused, write

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fedlowrank.cli import parallel
 from fedlowrank.cli.commands import run_planned
+from fedlowrank.cli.jobs import parallel
+from fedlowrank.cli.jobs.parallel import Event, Outcome, run_parallel
 from fedlowrank.cli.main import main
-from fedlowrank.cli.parallel import Event, Outcome, run_parallel
 from fedlowrank.config.comparison import PlannedRun, plan_runs
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run_files import run_folders
+from fedlowrank.results.records import RunRecord
+from fedlowrank.storage.run_files import run_folders
 
 from .small import SMALL, done, refused, write
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedlowrank.cli.new import choose_name
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 
 from .small import done, files, refused
 

@@ -12,12 +12,12 @@ import pytest
 from fedlowrank.cli.main import main
 from fedlowrank.config.comparison import plan_runs, read_varied
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.merging import LaidTables, parse_override
+from fedlowrank.config.reading.merging import LaidTables, parse_override
 from fedlowrank.config.tuning import lay_values
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.optimizer import AdamW, Group
-from fedlowrank.data.partition import Dirichlet
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.core.learning.optimizer import AdamW, Group
+from fedlowrank.data.partitioning.partition import Dirichlet
+from fedlowrank.results.records import RunRecord
 
 from .small import SMALL, done, files, refused, write
 

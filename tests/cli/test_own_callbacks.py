@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 
 from .small import SMALL, done, files, refused, write
 

@@ -11,7 +11,7 @@ import pytest
 
 from fedlowrank.cli import commands
 from fedlowrank.cli.main import main
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 
 from .small import SMALL, done, files, refused, write
 
@@ -98,7 +98,7 @@ def test_report_imports_nothing_and_looks_nowhere_in_the_working_folder(
 
 
 def test_the_hint_after_an_interrupt_can_be_typed(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlowrank.simulation.run import Run
+    from fedlowrank.rounds.run import Run
 
     def interrupted(run: Run) -> object:
         raise KeyboardInterrupt

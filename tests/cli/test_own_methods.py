@@ -10,7 +10,7 @@ import pytest
 
 from fedlowrank.cli import catalog
 from fedlowrank.cli.main import main
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 from fedlowrank.testing.check import CheckFinding
 
 from .small import SMALL, done, refused, write

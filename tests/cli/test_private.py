@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.private_files import make_private_folder, private_umask, refuse_readable
+from fedlowrank.core.io.private_files import make_private_folder, private_umask, refuse_readable
 
 from .small import done, write
 

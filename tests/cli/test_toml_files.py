@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.toml_files import read_toml
+from fedlowrank.config.reading.toml_files import read_toml
 from fedlowrank.core.errors import ConfigError
 
 from .small import SMALL, refused

@@ -24,9 +24,9 @@ from fedlowrank.config.tuning import (
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import METRICS
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage.run_files import METRICS
 
 from .small import SMALL, done, refused, write
 

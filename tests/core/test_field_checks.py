@@ -31,12 +31,12 @@ from fedlowrank import (
     Schedule,
     simulate,
 )
-from fedlowrank.adapters.lora_layers import add_lora
-from fedlowrank.config.field_help import list_tables
-from fedlowrank.core.bounds import check_bounds
+from fedlowrank.adapters.lora.lora_layers import add_lora
+from fedlowrank.config.reading.field_help import list_tables
+from fedlowrank.core.arguments.bounds import check_bounds
+from fedlowrank.core.arguments.field_checks import CheckedFields, FieldChecks
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.field_checks import CheckedFields, FieldChecks
-from fedlowrank.data.csv_table import Csv
+from fedlowrank.data.datasets.csv_table import Csv
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedavgm import FedAvgM
@@ -69,7 +69,7 @@ def refused(make: Callable[[], Any]) -> str:
         (lambda: FedAvg(weighting="example"), "FedAvg.weighting: 'example' is no choice. Did you mean 'examples'?"),
         (lambda: FedAvg(optimizer="adam"), "SGD(...) or fedlowrank.AdamW(...), not 'adam'. Write optimizer=AdamW()"),
         (lambda: FedAvg(optimizer={"lr": 0.1}), "Write optimizer=SGD(lr=0.1)"),
-        (lambda: FedAvg(optimizer=SGD), "not the class fedlowrank.core.optimizer.SGD"),
+        (lambda: FedAvg(optimizer=SGD), "not the class fedlowrank.core.learning.optimizer.SGD"),
         (lambda: FedAvg(optimizer=torch.optim.SGD), "not the class torch.optim.sgd.SGD"),
         (lambda: FedAvgM(server_optimizer=0.1), "has no argument 'server_optimizer'"),
         (lambda: dataclasses.replace(FedAvg(), epochs="2"), "FedAvg.epochs: input should be a valid integer"),

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.core.contribution import Aggregator, Mean, RunningMean, Sum
-from fedlowrank.core.optimizer import SGD, AdamW
-from fedlowrank.core.server_optimizer import fresh_memory, server_step
-from fedlowrank.core.task import Batch
+from fedlowrank.core.contract.contribution import Aggregator, Mean, RunningMean, Sum
+from fedlowrank.core.contract.task import Batch
+from fedlowrank.core.learning.optimizer import SGD, AdamW
+from fedlowrank.core.learning.server_optimizer import fresh_memory, server_step
 from fedlowrank.core.tree import TreeError
 
 HALF = [torch.bfloat16, torch.float16]

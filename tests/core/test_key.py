@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedlowrank.core import tree
 from fedlowrank.core.key import Key
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architecture import build_module

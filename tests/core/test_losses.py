@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedlowrank import Batch, Loss, task_loss
 from fedlowrank.core.errors import ConfigError, LossError
-from fedlowrank.core.losses import as_loss
+from fedlowrank.core.learning.losses import as_loss
 
 WEIGHTS = (0.5, 2.0, 1.0)
 W = torch.tensor(WEIGHTS, dtype=torch.float64)

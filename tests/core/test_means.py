@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank.core.contribution import RunningMean, mean
+from fedlowrank.core.contract.contribution import RunningMean, mean
 from fedlowrank.core.tree import TreeError
 
 

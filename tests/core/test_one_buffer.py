@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.core import safetensors_writer as one_buffer
+from fedlowrank.core.io import safetensors_writer as one_buffer
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda n: n != "__metadata__")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Rates, Schedule, clip
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Rates, Schedule, clip
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 2, 2))
 

@@ -92,10 +92,10 @@ def test_references_lead_somewhere() -> None:
 @pytest.mark.parametrize(
     ("target", "found"),
     [
-        ("fedlowrank.core.method.Method.download", True),
-        ("fedlowrank.core.method.Method.parts", False),
-        (".tree.encode", True),
-        (".tree.no_such_name", False),
+        ("fedlowrank.core.contract.method.Method.download", True),
+        ("fedlowrank.core.contract.method.Method.parts", False),
+        ("..tree.encode", True),
+        ("..tree.no_such_name", False),
         (".no_such_file", False),
         ("Method.download", True),
         ("download", True),
@@ -104,5 +104,5 @@ def test_references_lead_somewhere() -> None:
     ],
 )
 def test_a_reference_that_leads_nowhere_is_found(target: str, found: bool) -> None:
-    module = importlib.import_module("fedlowrank.core.method")
+    module = importlib.import_module("fedlowrank.core.contract.method")
     assert resolves(target, module, "Method") is found

@@ -14,10 +14,10 @@ import pytest
 
 from fedlowrank import Method, simulate
 from fedlowrank.cli.main import main
+from fedlowrank.core.contract.hook_signatures import check_class
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.signatures import check_class
 from fedlowrank.methods import METHODS, FedAvg
-from fedlowrank.simulation.averaged_statistics import AveragedStatistics
+from fedlowrank.rounds.setup.averaged_statistics import AveragedStatistics
 from fedlowrank.trust.protection import Protected
 
 HEAD = """

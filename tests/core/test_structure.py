@@ -90,37 +90,55 @@ def test_a_circle_of_files_is_found() -> None:
 ROLES = {"Client", "Download", "Joint", "Own", "Server", "Upload"}
 
 
-def repeated_names(classes: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Classes of one name in several files, given the names by file; roles may recur among methods."""
+def repeated_names(names_of: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Names of classes and functions that several files define, given the names by file.
+
+    Roles may recur among methods. A function of the command line is named after its command, and a module that is run
+    has a function ``main``.
+    """
     files: dict[str, list[str]] = {}
-    for path, names in classes.items():
+    for path, names in names_of.items():
         for name in names:
             is_role = name in ROLES and (path.startswith("methods/") or path == "trust/protection.py")
-            if not is_role:
+            if not (is_role or path.startswith("cli/") or name == "main" or name.startswith("_")):
                 files.setdefault(name, []).append(path)
     return {name: found for name, found in files.items() if len(found) > 1}
 
 
-def test_no_two_classes_have_one_name() -> None:
-    classes = {
+def test_no_two_classes_or_functions_have_one_name() -> None:
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    names = {
         path.relative_to(SOURCE).as_posix(): [
-            node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+            n.name for n in ast.parse(path.read_text()).body if isinstance(n, kinds)
         ]
         for path in FILES
+        if path.name != "__init__.py"
     }
-    assert "MaskingPlan" in classes["trust/secure_sums.py"]
-    assert repeated_names(classes) == {}
+    assert "MaskingPlan" in names["trust/secure_sums.py"]
+    assert "measure_norms" in names["network/validation/norms.py"]
+    assert repeated_names(names) == {}
 
 
 def test_two_classes_of_one_name_are_found() -> None:
-    classes = {
+    names = {
         "a.py": ["Plan", "Server"],
         "b.py": ["Other", "Plan"],
         "methods/c.py": ["Server"],
         "methods/d.py": ["Server"],
     }
-    assert repeated_names(classes) == {"Plan": ["a.py", "b.py"]}
-    assert repeated_names({**classes, "b.py": ["Server"]}) == {"Server": ["a.py", "b.py"]}
+    assert repeated_names(names) == {"Plan": ["a.py", "b.py"]}
+    assert repeated_names({**names, "b.py": ["Server"]}) == {"Server": ["a.py", "b.py"]}
+
+
+def test_no_two_files_have_one_name_and_a_folder_holds_at_most_twelve() -> None:
+    """But for the methods, whose folder is the list of papers."""
+    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+    folders: dict[Path, int] = {}
+    for path in FILES:
+        if path.name not in ("__init__.py", "__main__.py"):
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert {folder.name for folder, count in folders.items() if count > 12} == {"methods"}
 
 
 def test_the_root_holds_no_loose_files() -> None:

@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Batch, ClientInfo, Pass
 from fedlowrank.core.key import Key
-from fedlowrank.core.loss import task_loss
-from fedlowrank.core.losses import AUTO
-from fedlowrank.core.method import Batch, ClientInfo, Pass
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.batch_losses import task_loss
+from fedlowrank.core.learning.losses import AUTO
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import client_key
+from fedlowrank.engines.engine import client_key
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.scoring import ScoringPool, measure
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.scoring import ScoringPool, measure
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData, chunk_size, gather
 
 torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import torch
 from fedlowrank import Federation
 from fedlowrank.data.augment import NO_AUGMENT, Augment
 from fedlowrank.data.dataset import Dataset, Examples
-from fedlowrank.models.cnn import CNN
-from fedlowrank.models.mlp import MLP
+from fedlowrank.models.architectures.cnn import CNN
+from fedlowrank.models.architectures.mlp import MLP
 
 
 def balanced(classes: int, per_class: int) -> np.ndarray:

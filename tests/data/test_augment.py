@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from fedlowrank import Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.core.client_model import ClientModel
+from fedlowrank.core.contract.client_model import ClientModel
+from fedlowrank.core.contract.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import Batch, ClientInfo, ClientView, Pass
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.augment import Augment
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.engines import ENGINES
-from fedlowrank.engines.base import client_key
+from fedlowrank.engines.engine import client_key
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.state import State
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.state import State
 from fedlowrank.training import feed
 from fedlowrank.training.local_data import LocalData
 

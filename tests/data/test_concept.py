@@ -13,10 +13,17 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.augment import Augment
 from fedlowrank.data.clients import make_clients
-from fedlowrank.data.concept import Concept, LabelShift, NaturalClusters, Rotation, apply_concept, rotate
 from fedlowrank.data.dataset import ClientData, Dataset, Examples
-from fedlowrank.data.partition import Dirichlet, Iid, LabelGroups, Natural
-from fedlowrank.data.split import WholeTest
+from fedlowrank.data.partitioning.concept import (
+    Concept,
+    LabelShift,
+    NaturalClusters,
+    Rotation,
+    apply_concept,
+    rotate,
+)
+from fedlowrank.data.partitioning.partition import Dirichlet, Iid, LabelGroups, Natural
+from fedlowrank.data.partitioning.split import WholeTest
 
 
 def images(n: int, side: int = 4, channels: int = 2, seed: int = 0) -> torch.Tensor:

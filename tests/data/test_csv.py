@@ -6,7 +6,7 @@ import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import DataError
-from fedlowrank.data.csv_table import Csv
+from fedlowrank.data.datasets.csv_table import Csv
 
 TABLE = """hospital,age,smoker,ward,diagnosis
 north,40,True,b,well

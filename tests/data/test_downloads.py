@@ -17,9 +17,9 @@ import pytest
 
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import DataError
-from fedlowrank.data import downloads
-from fedlowrank.data.downloads import DOWNLOADS, DataDownload
-from fedlowrank.data.remote_files import RemoteFile, fetch
+from fedlowrank.data.download import downloads
+from fedlowrank.data.download.downloads import DOWNLOADS, DataDownload
+from fedlowrank.data.download.remote_files import RemoteFile, fetch
 
 CONTENT = bytes(range(256)) * 1000
 MD5, SHA = hashlib.md5(CONTENT).hexdigest(), hashlib.sha256(CONTENT).hexdigest()
@@ -151,7 +151,7 @@ def test_the_command(
         "three words", (RemoteFile(server.url(), f"md5:{MD5}"),), "MIT", 'path = "{folder}"', "1 MB"
     )
     monkeypatch.setattr(downloads, "DOWNLOADS", {"toy": row})
-    monkeypatch.setattr("fedlowrank.cli.downloads.DOWNLOADS", {"toy": row})
+    monkeypatch.setattr("fedlowrank.cli.download_command.DOWNLOADS", {"toy": row})
     monkeypatch.chdir(tmp_path)
     assert main(["data", "get"]) == 0
     assert "three words" in capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_archives_and_conversions(tmp_path: Path) -> None:
 
 
 def test_ag_news_becomes_what_its_source_reads(tmp_path: Path) -> None:
-    from fedlowrank.data.text.sources import TextClasses
+    from fedlowrank.data.text.text_sources import TextClasses
 
     rows = '"3","Fed ""cuts""","Rates fall"\n"1","Peace","Talks, again"\n'
     for part in ("train", "test"):
@@ -201,7 +201,7 @@ def test_every_row_makes_an_experiment() -> None:
     import tomllib
 
     from fedlowrank.data.sources import SOURCES
-    from fedlowrank.data.text.sources import TEXT_SOURCES
+    from fedlowrank.data.text.text_sources import TEXT_SOURCES
 
     for row in DOWNLOADS.values():
         fields = tomllib.loads(row.settings.format(folder="x"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fedlowrank.core.errors import FedlowrankError
-from fedlowrank.data.csv_table import Csv
-from fedlowrank.data.leaf import _read_file
+from fedlowrank.data.datasets.csv_table import Csv
+from fedlowrank.data.datasets.leaf import _read_file
 from fedlowrank.data.text.table import read_file
-from fedlowrank.simulation.device_table import read_device_table
+from fedlowrank.rounds.participation.device_table import read_device_table
 
 USER = {"users": ["\u00e9"], "num_samples": [1], "user_data": {"\u00e9": {"x": [[0.0]], "y": [1]}}}
 READERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {

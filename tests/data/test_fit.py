@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.data.arrays import Arrays
-from fedlowrank.data.csv_table import Csv
+from fedlowrank.data.datasets.csv_table import Csv
 from fedlowrank.methods import FedAvg
 from fedlowrank.report.page import write_report
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(12) % 2

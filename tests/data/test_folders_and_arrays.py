@@ -9,7 +9,7 @@ from fedlowrank import Federation
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.arrays import Arrays
-from fedlowrank.data.images import Folder
+from fedlowrank.data.datasets.images import Folder
 
 X = np.arange(24, dtype=np.float64).reshape(4, 6)
 Y = np.array([0, 1, 1, 2])

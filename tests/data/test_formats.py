@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.data.cifar import Cifar10, Cifar100
-from fedlowrank.data.idx import Mnist
+from fedlowrank.data.datasets.cifar import Cifar10, Cifar100
+from fedlowrank.data.datasets.idx import Mnist
 from fedlowrank.data.sources import SOURCES
 
 RNG = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.data.huggingface import HuggingFace
+from fedlowrank.data.datasets.huggingface import HuggingFace
 
 datasets = pytest.importorskip("datasets")
 

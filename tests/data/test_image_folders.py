@@ -11,8 +11,8 @@ from PIL import Image
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.data.datasets.images import Folder
 from fedlowrank.data.describe import class_count_table
-from fedlowrank.data.images import Folder
 
 CLIENTS = ("c1/cat/a", "c1/dog/b", "c2/cat/c", "c10/cat/d", "c10/cow/e")
 

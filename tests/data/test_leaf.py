@@ -14,10 +14,10 @@ from fedlowrank import SGD, Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.arrays import Arrays
-from fedlowrank.data.leaf import Femnist
-from fedlowrank.data.shakespeare import ALPHABET, CLASSES, Shakespeare
+from fedlowrank.data.datasets.leaf import Femnist
+from fedlowrank.data.datasets.shakespeare import ALPHABET, CLASSES, Shakespeare
 from fedlowrank.methods import METHODS
-from fedlowrank.models.char_lstm import CharLSTM
+from fedlowrank.models.architectures.char_lstm import CharLSTM
 
 LINE = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer the slings"
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
 from fedlowrank.core.errors import DataError
-from fedlowrank.data.checks import check_finite_values
+from fedlowrank.data.partitioning.checks import check_finite_values
 
 
 class _Counter(TorchDispatchMode):

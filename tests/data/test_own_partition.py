@@ -14,9 +14,9 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.clients import make_clients
-from fedlowrank.data.own_partition import OwnPartition, as_partition
-from fedlowrank.data.partition import Iid
-from fedlowrank.data.split import SPLITS
+from fedlowrank.data.partitioning.own_partition import OwnPartition, as_partition
+from fedlowrank.data.partitioning.partition import Iid
+from fedlowrank.data.partitioning.split import SPLITS
 
 from .making import numbered
 

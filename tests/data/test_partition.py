@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.data.apportion import largest_remainder
-from fedlowrank.data.extended_dirichlet import ExtendedDirichlet
-from fedlowrank.data.partition import (
+from fedlowrank.data.partitioning.apportion import largest_remainder
+from fedlowrank.data.partitioning.extended_dirichlet import ExtendedDirichlet
+from fedlowrank.data.partitioning.partition import (
     PARTITIONS,
     Dirichlet,
     EqualDirichlet,
@@ -16,7 +16,7 @@ from fedlowrank.data.partition import (
     Natural,
     Pathological,
 )
-from fedlowrank.data.rank_skew import RankSkew
+from fedlowrank.data.partitioning.rank_skew import RankSkew
 
 from .making import balanced
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedlowrank import Federation, simulate
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, DataError
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data import federation as federation_module
 from fedlowrank.data import pixels
 from fedlowrank.data.augment import Augment
@@ -24,11 +24,11 @@ from fedlowrank.data.dataset import Dataset, Examples, normalize
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
-from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.export import write as export
-from fedlowrank.simulation.preparation import place_data
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.architectures.mlp import MLP
+from fedlowrank.rounds.outcome.export import write as export
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.rounds.setup.preparation import place_data
 from fedlowrank.training.local_data import LocalData
 
 from .making import federation

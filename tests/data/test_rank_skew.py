@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.data.rank_skew import RankSkew, client_ranks
+from fedlowrank.data.partitioning.rank_skew import RankSkew, client_ranks
 
 from .making import balanced
 

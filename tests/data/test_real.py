@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fedlowrank.data.cifar import Cifar10, Cifar100
-from fedlowrank.data.cifar_names import CIFAR10
-from fedlowrank.data.idx import Mnist
+from fedlowrank.data.datasets.cifar import Cifar10, Cifar100
+from fedlowrank.data.datasets.cifar_names import CIFAR10
+from fedlowrank.data.datasets.idx import Mnist
 
 
 @pytest.mark.data

@@ -14,16 +14,16 @@ from fedlowrank import Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.clients import make_clients, subsample_training
 from fedlowrank.data.dataset import normalize, subset
+from fedlowrank.data.datasets.synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
-from fedlowrank.data.partition import Iid, Natural
-from fedlowrank.data.split import LocalSplit, Matched, OwnTest, TestShare, WholeTest
-from fedlowrank.data.synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
+from fedlowrank.data.partitioning.partition import Iid, Natural
+from fedlowrank.data.partitioning.split import LocalSplit, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.scoring import ScoringPool, measure
+from fedlowrank.results.scoring import ScoringPool, measure
 
 from .making import numbered
 

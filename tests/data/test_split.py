@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.clients import make_clients, subsample_training
-from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
-from fedlowrank.data.split import SPLITS, LocalSplit, Matched, OwnTest, TestShare, WholeTest
+from fedlowrank.data.partitioning.partition import (
+    Dirichlet,
+    EqualDirichlet,
+    Iid,
+    LabelGroups,
+    Natural,
+    Pathological,
+)
+from fedlowrank.data.partitioning.split import SPLITS, LocalSplit, Matched, OwnTest, TestShare, WholeTest
 
 from .making import numbered
 

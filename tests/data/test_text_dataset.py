@@ -13,9 +13,9 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.clients import make_clients
 from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
-from fedlowrank.data.partition import Dirichlet, Iid, Natural, Pathological
-from fedlowrank.data.rank_skew import RankSkew
-from fedlowrank.data.split import LocalSplit, Pool, WholeTest
+from fedlowrank.data.partitioning.partition import Dirichlet, Iid, Natural, Pathological
+from fedlowrank.data.partitioning.rank_skew import RankSkew
+from fedlowrank.data.partitioning.split import LocalSplit, Pool, WholeTest
 
 KEY = Key((0,))
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.data.text.formats import Format, render
-from fedlowrank.data.text.records import Instruction
+from fedlowrank.data.text.text_formats import Format, render
+from fedlowrank.data.text.text_records import Instruction
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

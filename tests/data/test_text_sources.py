@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from fedlowrank import data
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.data.files import expand_path
+from fedlowrank.data.download.data_files import expand_path
 from fedlowrank.data.text.passages import Speakers
-from fedlowrank.data.text.records import Instruction, Labeled, hold_out
-from fedlowrank.data.text.sources import CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
 from fedlowrank.data.text.table import read_file, read_split
+from fedlowrank.data.text.text_records import Instruction, Labeled, hold_out
+from fedlowrank.data.text.text_sources import CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
 
 from .making import write
 

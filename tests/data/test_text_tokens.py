@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.core.losses import IGNORE_INDEX
+from fedlowrank.core.learning.losses import IGNORE_INDEX
 from fedlowrank.data.dataset import Dataset
 from fedlowrank.data.text.packing import Sample, pack_sequences
-from fedlowrank.data.text.records import Instruction, Labeled, Texts
+from fedlowrank.data.text.text_records import Instruction, Labeled, Texts
 from fedlowrank.data.text.tokens import TextSettings, tokenize
 
 transformers = pytest.importorskip("transformers")
@@ -328,7 +328,7 @@ def test_classes_in_a_given_order() -> None:
 
 @pytest.mark.data
 def test_real_dolly_is_learnt_whole(real: str, bpe: Any) -> None:
-    from fedlowrank.data.text.sources import Dolly
+    from fedlowrank.data.text.text_sources import Dolly
 
     texts = Dolly(f"{real}/dolly15k/dolly.jsonl.gz").load()
     few = Texts("dolly", texts.train[:300])

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from fedlowrank.core.errors import DataError
-from fedlowrank.data.cifar import Cifar100
-from fedlowrank.data.unpickle import PickledArray, unpickle
+from fedlowrank.data.datasets.cifar import Cifar100
+from fedlowrank.data.download.unpickle import PickledArray, unpickle
 
 PIXELS = np.arange(40, dtype=np.uint8).reshape(1, 40)
 

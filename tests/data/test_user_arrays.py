@@ -13,7 +13,7 @@ from torch import nn
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.core.errors import ConfigError, DataError, NonFiniteError, TaskError
 from fedlowrank.data.arrays import Arrays
-from fedlowrank.data.user_arrays import examples_from_arrays
+from fedlowrank.data.user_data.user_arrays import examples_from_arrays
 from fedlowrank.methods import FedAvg, FederatedFloral, PFedLoRA
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

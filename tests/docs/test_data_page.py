@@ -11,9 +11,9 @@ from PIL import Image
 
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.data.downloads import DOWNLOADS
+from fedlowrank.data.download.downloads import DOWNLOADS
 from fedlowrank.data.sources import SOURCES
-from fedlowrank.data.text.sources import TEXT_SOURCES
+from fedlowrank.data.text.text_sources import TEXT_SOURCES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "data.md").read_text()
 

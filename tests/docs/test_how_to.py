@@ -15,7 +15,7 @@ import pytest
 from fedlowrank import SGD, AdamW, LocalSchedule, Loss, RunSettings
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core.losses import KINDS
+from fedlowrank.core.learning.losses import KINDS
 from fedlowrank.methods import METHODS
 
 ROOT = Path(__file__).parents[2]

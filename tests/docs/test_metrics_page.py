@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fedlowrank.cli.main import main
-from fedlowrank.simulation.client_metrics import METRICS
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.client_metrics import METRICS
+from fedlowrank.results.records import RunRecord
 
 torch.set_num_threads(1)
 

@@ -18,12 +18,13 @@ from torch import nn
 from fedlowrank import SGD, ClientModel, ClientView, Federation, Group, Method, Pass, ServerView, Update
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core import contribution, tree
-from fedlowrank.core.method import ProximalTerm
+from fedlowrank.core import tree
+from fedlowrank.core.contract import contribution
+from fedlowrank.core.contract.method import ProximalTerm
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import APFL
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing import check
 
 ROOT = Path(__file__).parents[2]

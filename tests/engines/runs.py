@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fedlowrank.core import tree
-from fedlowrank.core.method import Method
+from fedlowrank.core.contract.method import Method
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.engines.engine import Engine
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation
 
 

@@ -12,14 +12,14 @@ from torch import nn
 
 from fedlowrank import Federation
 from fedlowrank.core import tree
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import Processes, Sequential, Vectorized, auto
 from fedlowrank.engines.auto import Auto, choose_engine
-from fedlowrank.engines.base import Engine
+from fedlowrank.engines.engine import Engine
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.rounds.simulate import simulate
 
 OWN = type("Own", (FedAvg,), {"__module__": "elsewhere"})
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from blocks import tables_of
 from fedlowrank.core import tree
-from fedlowrank.core.client_model import ClientModel
+from fedlowrank.core.contract.client_model import ClientModel
+from fedlowrank.core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import NonFiniteError
-from fedlowrank.core.loss import cross_entropy
-from fedlowrank.core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from fedlowrank.core.optimizer import SGD, AdamW, Group
+from fedlowrank.core.learning.batch_losses import cross_entropy
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
 from fedlowrank.core.tree import Params
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
@@ -35,8 +35,8 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import CHECKS, check_method, small_federation
 from fedlowrank.training.trainer import LocalTrainer
 from methods.setting import KINDS

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
-from fedlowrank.core.loss import task_loss
-from fedlowrank.core.method import Batch, ProximalTerm, Request
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.contract.method import Batch, ProximalTerm, Request
+from fedlowrank.core.learning.batch_losses import task_loss
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.augment import NO_AUGMENT, Augment
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.engines import ENGINES
-from fedlowrank.engines.base import ClientJob, Engine
+from fedlowrank.engines.engine import ClientJob, Engine
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.models.cnn import CNN
-from fedlowrank.models.mlp import MLP
+from fedlowrank.models.architectures.cnn import CNN
+from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.testing.check import small_federation as check_federation
 from fedlowrank.training.cohort import train_cohort
 from fedlowrank.training.feed import BufferPool

@@ -15,15 +15,15 @@ import torch
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import NonFiniteError
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import Processes, Sequential, processes
-from fedlowrank.engines.base import ClientJob
+from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.processes import WorkerError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.rounds.simulate import simulate
 from fedlowrank.testing.check import small_federation
 
 from .runs import run_of, same

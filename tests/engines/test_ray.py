@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fedlowrank.core.errors import ConfigError, NonFiniteError
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.data.pixels import Pixels
 from fedlowrank.engines import Ray, Sequential, ray_cluster
@@ -27,8 +27,8 @@ from fedlowrank.engines.processes import WorkerError
 from fedlowrank.engines.ray_worker import decode_partition, encode_partition, share
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation
 
 from .runs import run_of, same

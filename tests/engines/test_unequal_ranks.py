@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.cohort import zero_padded
 
 from .counting import Counting
@@ -132,7 +132,7 @@ def test_uploads_are_of_each_clients_own_rank() -> None:
 
 
 def tree_pairs(upload: Any) -> list[Any]:
-    from fedlowrank.methods.families.lora import read_factors
+    from fedlowrank.methods.families.lora_family import read_factors
 
     return list(read_factors(upload).values())
 

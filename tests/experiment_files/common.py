@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from fedlowrank.config import data_section
 from fedlowrank.config.comparison import list_combinations
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.sections import data_section
 from fedlowrank.data.dataset import Dataset, Examples
 
 ROOT = Path(__file__).resolve().parents[2] / "experiments"

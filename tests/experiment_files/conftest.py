@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedlowrank.config import assembly, data_section
+from fedlowrank.config import assembly
+from fedlowrank.config.sections import data_section
 from fedlowrank.data import sources
 from fedlowrank.data.federation import Federation
 

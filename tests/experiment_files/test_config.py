@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.merging import format_toml
+from fedlowrank.config.reading.merging import format_toml
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.optimizer import SGD
-from fedlowrank.data.partition import Dirichlet, Iid
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.data.partitioning.partition import Dirichlet, Iid
 
 GROUPS = {"kind": "sgd", "lr": 0.5, "groups": {"head/weight": {"lr": 0.25}, "b.c": {"weight_decay": 1e-5}}}
 TABLES: dict[str, Any] = {

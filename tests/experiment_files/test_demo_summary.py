@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from blocks import block_of
-from fedlowrank.simulation.run_files import seal_run
+from fedlowrank.storage.run_files import seal_run
 
 FILE = Path(__file__).parents[2] / "examples" / "demo_summary.py"
 CLIENTS = 5

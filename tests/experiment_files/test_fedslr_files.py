@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from fedlowrank.config.data_section import Preparation
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.merging import read_tables
+from fedlowrank.config.reading.merging import read_tables
+from fedlowrank.config.sections.data_section import Preparation
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.data.cifar import Cifar10, Cifar100
-from fedlowrank.data.images import Folder
-from fedlowrank.data.partition import EqualDirichlet, Iid
-from fedlowrank.data.split import Matched
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.data.datasets.cifar import Cifar10, Cifar100
+from fedlowrank.data.datasets.images import Folder
+from fedlowrank.data.partitioning.partition import EqualDirichlet, Iid
+from fedlowrank.data.partitioning.split import Matched
+from fedlowrank.rounds.simulate import simulate
 
 from .common import FEDSLR, ROOT, loaded, runnable, variants
 

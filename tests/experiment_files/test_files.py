@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.merging import parse_value, read_tables
-from fedlowrank.core.user_code import import_named
-from fedlowrank.data.partition import Pathological
+from fedlowrank.config.reading.merging import parse_value, read_tables
+from fedlowrank.core.arguments.user_code import import_named
+from fedlowrank.data.partitioning.partition import Pathological
+from fedlowrank.data.partitioning.split import LocalSplit
 from fedlowrank.data.sources import SOURCES
-from fedlowrank.data.split import LocalSplit
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.rounds.simulate import simulate
 
 from .common import FEDSLR, FILES, PFEDLORA, ROOT, loaded, name_of, runnable, variants
 

@@ -12,8 +12,8 @@ import torch
 
 from fedlowrank import simulate
 from fedlowrank.data import sources
-from fedlowrank.data.concept import CONCEPTS
 from fedlowrank.data.dataset import Dataset, Examples
+from fedlowrank.data.partitioning.concept import CONCEPTS
 
 from .common import ROOT, forget, loaded, runnable
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.artifacts import merge_update, save_model, write_adapter
-from fedlowrank.language.base import LanguageBase, load_base
+from fedlowrank.language.base_model import LanguageBase, load_base
 from fedlowrank.language.peft_adapter import attach_adapter
 from fedlowrank.language.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base import LanguageBase, digest_weights, load_base
+from fedlowrank.language.base_model import LanguageBase, digest_weights, load_base
 from fedlowrank.language.tiny import build_tiny
 
 from .conftest import TEXTS

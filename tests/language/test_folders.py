@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedlowrank.cli.language import language_of_run
+from fedlowrank.cli.language_commands import language_of_run
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.linalg.truncation import relative_error, truncate_update
-from fedlowrank.simulation.run import Run
+from fedlowrank.rounds.run import Run
 
 from .test_runs import causal, run_of, toml
 

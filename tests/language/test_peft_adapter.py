@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from fedlowrank.adapters.lora import find_lora
+from fedlowrank.adapters.lora.lora_factors import find_lora
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base import LanguageBase, load_base
+from fedlowrank.language.base_model import LanguageBase, load_base
 from fedlowrank.language.peft_adapter import attach_adapter, initial_peft_factors
 from fedlowrank.language.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair

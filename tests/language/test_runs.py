@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedlowrank.cli.language import language_of_run, scores
+from fedlowrank.cli.language_commands import language_of_run, scores
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.stored_run import open_run
@@ -21,10 +21,10 @@ from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, FedlowrankError, TaskError
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.language.scores import PerplexityTask
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import METRICS, read_lines
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.run_files import METRICS, read_lines
 
 torch.set_num_threads(1)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedlowrank.engines.base import Engine
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 

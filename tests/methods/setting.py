@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
-from fedlowrank.core.method import ClientInfo, Method
+from fedlowrank.core.contract.method import ClientInfo, Method
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_key, client_view
+from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.models import standard
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData
 
 torch.set_num_threads(1)

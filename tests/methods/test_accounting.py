@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedlowrank import Federation
-from fedlowrank.core.method import Method
+from fedlowrank.core.contract.method import Method
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.rounds.simulate import simulate
 
 torch.set_num_threads(1)
 

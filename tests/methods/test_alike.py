@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Batch, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import LossError, TaskError
-from fedlowrank.core.method import Batch, ClientView, Method, ServerView, Task
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.result import Result
+from fedlowrank.rounds.outcome.result import Result
 from fedlowrank.training.trainer import LocalTrainer
 
 from .setting import KINDS

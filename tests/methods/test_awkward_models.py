@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import Federation, simulate
-from fedlowrank.core.method import Method
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.contract.method import Method
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.methods import METHODS
 
 torch.set_num_threads(1)

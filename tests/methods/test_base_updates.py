@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters.lora import LoRA, find_lora, lora_of
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_factors import LoRA, find_lora, lora_of
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.adapters.wire_format import pack_factors, unpack_factors
 from fedlowrank.core import tree
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.linalg.pair import Factors, Pair
 from fedlowrank.methods.families.base_updates import Base
-from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.methods.families.lora_family import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.flora import FLoRA
 
@@ -53,7 +53,7 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
     kind: Any, wire: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # tensors below a megabyte are moved together in memory
-    monkeypatch.setattr("fedlowrank.simulation.round_results.SMALL", 0)
+    monkeypatch.setattr("fedlowrank.rounds.round_results.SMALL", 0)
     wrapped = add_lora(Net(60, 60), 2, trainable=("head",))
     federation = Federation.from_arrays(arrays(), wrapped, classes=CLASSES, rank=[2] * 4)
     method = kind(tuning=Tuning(rank=2, wire=wire), optimizer=SGD(lr=0.1), batch_size=8)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import ServerView
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import ServerView
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedavgm import FedAvgM
@@ -22,9 +22,9 @@ from fedlowrank.methods.fedbn import FedBN
 from fedlowrank.methods.fednova import FedNova
 from fedlowrank.methods.fedopt import FedAdagrad, FedAdam, FedYogi, Server
 from fedlowrank.models import standard
-from fedlowrank.models.normalization import normalization_parameters
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.statistics.normalization import normalization_parameters
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from golden import baseline_reference
 
 from .setting import (

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from contract import predictor, routes
-from fedlowrank.adapters.mixture import Pairs
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.mixtures.mixture import Pairs
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import Aggregator
+from fedlowrank.core.contract.contribution import Aggregator
+from fedlowrank.core.contract.method import Batch, ClientInfo
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Batch, ClientInfo
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
-from fedlowrank.core.server_optimizer import Memory, fresh_memory, server_step
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.server_optimizer import Memory, fresh_memory, server_step
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.clusters import (
@@ -37,10 +37,10 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedem import FedEM
 from fedlowrank.methods.ifca import IFCA, nearest
 from fedlowrank.methods.local_adaptor import LocalAdaptor
-from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.state import State
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage.client_store import ClientStore
+from fedlowrank.storage.state import State
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import small_federation as small

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_view
+from fedlowrank.engines.engine import Engine, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedala import FedALA
@@ -21,8 +21,8 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedrod import FedRoD
 from fedlowrank.methods.moon import MOON
 from fedlowrank.methods.pfedme import PFedMe
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from golden import contrast_and_mixture_reference as golden
 from golden import reference
 

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from contract import personal, predictors
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import mean
+from fedlowrank.core.contract.contribution import mean
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_key, client_view
+from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
@@ -26,7 +26,7 @@ from fedlowrank.methods.feddyn import FedDyn
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models import standard
-from fedlowrank.simulation.run import Run
+from fedlowrank.rounds.run import Run
 from fedlowrank.training.local_data import LocalData
 from golden import dual_reference, reference
 

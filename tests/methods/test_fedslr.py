@@ -13,22 +13,21 @@ import torch
 from torch import nn
 
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import mean
+from fedlowrank.core.contract.contribution import mean
 from fedlowrank.core.errors import ConfigError, NonFiniteError, TaskError
-from fedlowrank.core.optimizer import SGD, Schedule
+from fedlowrank.core.learning.optimizer import SGD, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines import ENGINES
-from fedlowrank.engines import vectorized as vectorized
-from fedlowrank.engines.base import Engine
+from fedlowrank.engines import ENGINES, vectorized
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.matricize import LowRank, unpack_weights
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
-from fedlowrank.simulation.local_model import local_model
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.local_model import local_model
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import CHECKS
 from fedlowrank.testing.check import small_federation as check_federation
 from golden import fedslr_reference as reference

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from contract import personal, routes
-from fedlowrank.adapters.mixture import Pairs
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.mixtures.mixture import Pairs
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_key, client_view
+from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.families.clusters import select
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
-from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.state import State
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage.client_store import ClientStore
+from fedlowrank.storage.state import State
 from fedlowrank.testing import check
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import small_federation as small

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedlowrank.core.optimizer import SGD
-from fedlowrank.engines.base import Engine
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.engines.engine import Engine
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import SGD, AdamW
-from fedlowrank.adapters.lora import lora_of
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.lora.lora_factors import lora_of
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import Aggregator
+from fedlowrank.core.contract.contribution import Aggregator
+from fedlowrank.core.contract.method import ServerView
+from fedlowrank.core.contract.task import Task
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import ServerView
-from fedlowrank.core.task import Task
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import Sequential, Vectorized
-from fedlowrank.engines.base import ClientJob
+from fedlowrank.engines.engine import ClientJob
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods import (
     FD,
@@ -48,15 +48,15 @@ from fedlowrank.methods import (
 )
 from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.base_updates import Base
-from fedlowrank.methods.families.lora import Message, Tuning
+from fedlowrank.methods.families.lora_family import Message, Tuning
 from fedlowrank.methods.fd import Outputs
 from fedlowrank.methods.feddyn import Down
 from fedlowrank.methods.fedproto import Local
 from fedlowrank.methods.fedspa import Upload
 from fedlowrank.methods.floral import Upload as FloralUpload
 from fedlowrank.methods.scaffold import Controlled
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 CLIENTS, ROUNDS = 40, 12
 HALF = [torch.bfloat16, torch.float16]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contract import Reply, personal, server_update
-from fedlowrank.adapters.lora import lora_of, parameters_beside_factors
+from fedlowrank.adapters.lora.lora_factors import lora_of, parameters_beside_factors
 from fedlowrank.core import tree
-from fedlowrank.core.method import ServerView
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.contract.method import ServerView
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import client_view
+from fedlowrank.engines.engine import client_view
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods import METHODS
@@ -28,7 +28,7 @@ from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.fml import FML
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.models.mlp import MLP
+from fedlowrank.models.architectures.mlp import MLP
 from golden import reference
 
 from .setting import (

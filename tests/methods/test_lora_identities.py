@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from contract import Reply, server_update
-from fedlowrank.adapters.lora import lora_of
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_factors import lora_of
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Method, ServerView
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import Method, ServerView
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods.families.effective_delta import Weighing
-from fedlowrank.methods.families.lora import Scaling, Tuning
+from fedlowrank.methods.families.lora_family import Scaling, Tuning
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
@@ -37,10 +37,10 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.state import State
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage.client_store import ClientStore
+from fedlowrank.storage.state import State
 
 from .setting import CLASSES, Net, arrays, order_of, run_of, view_of
 

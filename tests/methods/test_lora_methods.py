@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.core.method import Method
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.contract.method import Method
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_key
+from fedlowrank.engines.engine import Engine, client_key
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods.families.effective_delta import Weighing
-from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.methods.families.lora_family import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -31,7 +31,7 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.simulation.run import Run
+from fedlowrank.rounds.run import Run
 from golden import lora_reference as reference
 from golden.reference import Array, Layers, forward
 

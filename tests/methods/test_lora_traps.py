@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from contract import Reply, server_update
 from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import ServerView
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import ServerView
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import ClientResult, client_view
+from fedlowrank.engines.engine import ClientResult, client_view
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.methods.families.lora_family import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -31,9 +31,9 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.simulation.checkpoint import load, save
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage.checkpoint import load, save
 from golden import lora_reference as reference
 from golden.reference import forward
 

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from contract import personal
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Batch, Request
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Batch, Request
-from fedlowrank.core.optimizer import SGD, AdamW
+from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
@@ -25,10 +25,10 @@ from fedlowrank.methods.fedper import FedPer
 from fedlowrank.methods.fedrep import FedRep
 from fedlowrank.methods.fedspa import FedSpa, layer_counts, next_mask
 from fedlowrank.methods.per_fedavg import PerFedAvg, half
-from fedlowrank.models.resnet import ResNet18
-from fedlowrank.simulation.local_model import local_model
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.architectures.resnet import ResNet18
+from fedlowrank.results.local_model import local_model
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from golden import personal_reference, reference
 
 from .setting import (

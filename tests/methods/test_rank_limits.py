@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import SGD, Federation, Floral, simulate
-from fedlowrank.adapters.lora import find_lora, lora_of
-from fedlowrank.adapters.lora_layers import LoRALayer, add_lora
-from fedlowrank.adapters.rank_limits import describe_lowered_ranks
-from fedlowrank.config.lora_section import LoraSettings
-from fedlowrank.config.parsing import build
+from fedlowrank.adapters.lora.lora_factors import find_lora, lora_of
+from fedlowrank.adapters.lora.lora_layers import LoRALayer, add_lora
+from fedlowrank.adapters.lora.rank_limits import describe_lowered_ranks
+from fedlowrank.config.reading.parsing import build
+from fedlowrank.config.sections.lora_section import LoraSettings
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import ClientInfo, Method
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
-from fedlowrank.core.method import ClientInfo, Method
-from fedlowrank.data.rank_skew import client_ranks
-from fedlowrank.engines.base import client_key
+from fedlowrank.data.partitioning.rank_skew import client_ranks
+from fedlowrank.engines.engine import client_key
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS, FedHL, FedIT, FLoRA, HetLoRA
-from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.simulation.result import Result
+from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.rounds.outcome.result import Result
 
 from .setting import at, run_of
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from contract import Reply, personal, predictor, server_update
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Batch, ServerView
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.loss import kl_divergence, soft_cross_entropy, square_error
-from fedlowrank.core.method import Batch, ServerView
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.batch_losses import kl_divergence, soft_cross_entropy, square_error
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.linalg.factored import (
@@ -38,9 +38,9 @@ from fedlowrank.methods.fml import FML
 from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.models.cnn import CNN
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.architectures.cnn import CNN
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from golden import reference
 
 from .setting import (

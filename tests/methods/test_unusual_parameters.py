@@ -185,7 +185,7 @@ def test_a_nuclear_norm_is_one_of_real_matrices(name: str) -> None:
 
 
 def test_trust_treats_complex_parameters_by_their_parts() -> None:
-    from fedlowrank.trust.settings import Clipping, Compression
+    from fedlowrank.trust.trust_settings import Clipping, Compression
 
     for optimizer_free in (
         {"clipping": Clipping(norm=1e-3)},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import SGD, Federation, simulate
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.fingerprint import compare_layers, describe_layers

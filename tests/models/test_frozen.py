@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters.lora import lora_of
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_factors import lora_of
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import client_view
+from fedlowrank.engines.engine import client_view
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from methods.setting import KINDS
 
 torch.set_num_threads(1)

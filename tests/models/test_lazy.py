@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedlowrank import Federation, simulate
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 

@@ -13,8 +13,8 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.data.federation import Federation
 from fedlowrank.models.architecture import Architecture, build_module
-from fedlowrank.models.cnn import CNN, FAMILY
-from fedlowrank.models.mlp import MLP
+from fedlowrank.models.architectures.cnn import CNN, FAMILY
+from fedlowrank.models.architectures.mlp import MLP
 
 COUNTS = {"cnn1": 2_621_558, "cnn2": 1_815_142, "cnn3": 1_320_558, "cnn4": 1_060_358, "cnn5": 670_058}
 # filters and hidden widths, Table 3

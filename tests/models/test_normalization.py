@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.adapters.deployment import load_deployed
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import ClientInfo
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import ClientInfo
 from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential, Vectorized
 from fedlowrank.linalg.matricize import sum_parts
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.export import export_model, write
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.outcome.export import export_model, write
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.flops import FlopLedger
 from fedlowrank.training.local_data import LocalData
 from fedlowrank.training.trainer import LocalTrainer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import Federation, Floral, simulate
-from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import FedAvg, FedRep
 from fedlowrank.models.architecture import Architecture

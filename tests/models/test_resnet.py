@@ -13,7 +13,7 @@ from torch.nn import functional
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
 from fedlowrank.models.architecture import Architecture, build_module
-from fedlowrank.models.resnet import RESNETS, ResNet18
+from fedlowrank.models.architectures.resnet import RESNETS, ResNet18
 from fedlowrank.models.zoo import MODELS, ModelSettings
 from fedlowrank.training import layer_rules, tensor_rules  # noqa: F401 - they add their rules to the table
 from fedlowrank.training.stacked import stack

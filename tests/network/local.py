@@ -32,16 +32,16 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network import client as runtime
 from fedlowrank.network import server, transport
 from fedlowrank.network.client import ClientRuntime, prepare
-from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.drive import drive
 from fedlowrank.network.messages import Answer, Order
-from fedlowrank.network.site.settings import SiteSettings
+from fedlowrank.network.persistence.client_memory import ClientMemory
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.evaluation import Evaluator
-from fedlowrank.simulation.records import RoundRecord
-from fedlowrank.simulation.result import Result
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.simulate import threads
+from fedlowrank.results.evaluation import Evaluator
+from fedlowrank.results.records import RoundRecord
+from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.simulate import threads
 from fedlowrank.training.flops import FlopLedger
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)

@@ -13,25 +13,25 @@ import pytest
 import torch
 
 from fedlowrank.cli.main import main
-from fedlowrank.config.network_settings import Limits
+from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Task
 from fedlowrank.core.errors import CheckpointError, ConfigError
-from fedlowrank.core.method import Task
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import AnyMethod, ClientJob, ClientResult
+from fedlowrank.engines.engine import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.scaffold import Controlled
-from fedlowrank.network.account import Account
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
 from fedlowrank.network.messages import Registration
+from fedlowrank.network.persistence.account import Account
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.network.validation.norms import NormBound, PartNorms, measure_norms
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage import checkpoint
 from methods.setting import KINDS, Net
 
 from .local import (

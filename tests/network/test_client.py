@@ -20,14 +20,14 @@ from fedlowrank.config.assembly import Shares, assemble
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
-from fedlowrank.engines.base import ClientJob
+from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.client import ClientRuntime, own_share, prepare
-from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Answer, Order, sections
+from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.server import NetworkError
-from fedlowrank.network.site.settings import SiteSettings
-from fedlowrank.simulation.run import Run
+from fedlowrank.network.site.site_settings import SiteSettings
+from fedlowrank.rounds.run import Run
 
 from .local import Hazard, LocalTransport, no_space, same_states, served, small, tables
 

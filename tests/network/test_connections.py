@@ -19,7 +19,7 @@ from fedlowrank.network.access import connections
 from fedlowrank.network.access.connections import SERVER, Connections, CountedConnection, Listener, network_of
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 
 from .local import until
 

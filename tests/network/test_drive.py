@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.client import prepare
@@ -17,10 +17,10 @@ from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.digest import seal
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run_folder import RunFolder
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.simulate import simulate
+from fedlowrank.storage.digest import seal
+from fedlowrank.storage.run_folder import RunFolder
 
 from .local import (
     Killed,

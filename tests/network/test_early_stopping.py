@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.simulation.digest import write_sealed
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
+from fedlowrank.storage.digest import write_sealed
 
 from .local import local, ran, served, small
 

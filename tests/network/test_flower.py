@@ -19,14 +19,14 @@ pytest.importorskip("flwr")
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines import Sequential
-from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import METRICS, read_lines
+from fedlowrank.network.persistence.client_memory import ClientMemory
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.run_files import METRICS, read_lines
 
 COMMAND = [sys.executable, "-m", "fedlowrank.cli.main"]
 
@@ -241,7 +241,7 @@ def test_in_flowers_simulation_no_update_is_shortened_unless_the_file_says_so() 
 def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
     import tomllib
 
-    from fedlowrank.cli.network import app
+    from fedlowrank.cli.deployment.network_commands import app
 
     planned = tables("fedavg")
     app(written(tmp_path / "t.toml", planned), [], None, tmp_path / "app")

@@ -22,7 +22,7 @@ from fedlowrank.network.deploy import guard, process_tree
 from fedlowrank.network.deploy.flower_app import as_toml, write_app
 from fedlowrank.network.deploy.flower_process import ProcessError
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 
 from .local import until
 

@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 
 from blocks import block_of, replaced
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.core import tree
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.scaffold import SCAFFOLD
-from fedlowrank.network.account import Account
 from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.network_run import NetworkRun
-from fedlowrank.network.registry import ClientRegistry
+from fedlowrank.network.persistence.account import Account
+from fedlowrank.network.persistence.registry import ClientRegistry
 from fedlowrank.network.server import NetworkEngine, NetworkError
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.records import RoundRecord
-from fedlowrank.simulation.run import Run
+from fedlowrank.results.records import RoundRecord
+from fedlowrank.rounds.run import Run
 
 from .local import (
     PLAIN,

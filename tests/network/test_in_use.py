@@ -12,7 +12,7 @@ import pytest
 
 from fedlowrank.network.deploy import in_use
 from fedlowrank.network.deploy.flower_process import ProcessError, free_port, listen
-from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify_process
+from fedlowrank.storage.lock import FolderInUseError, exclusive, identify_process
 
 LISTEN = (
     "import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(flush=True); time.sleep(60)"

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order
+from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.transport import NodeMessage
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.result import Result
-from fedlowrank.simulation.run_files import METRICS
-from fedlowrank.simulation.run_folder import RunFolder
+from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.run_files import METRICS
+from fedlowrank.storage.run_folder import RunFolder
 
 from .local import (
     Hazard,

@@ -21,7 +21,7 @@ from fedlowrank.network.messages import Registration
 from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.network.validation.norms import PRODUCTS, NormBound, measure_norms
 from fedlowrank.network.validation.shortening import shorten_upload
-from fedlowrank.simulation.result import Result
+from fedlowrank.rounds.outcome.result import Result
 
 from .local import (
     Fault,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.network.client_memory import ClientMemory, ForgottenError
+from fedlowrank.network.persistence.client_memory import ClientMemory, ForgottenError
 
 from .local import Hazard, Killed, LocalTransport, fuzz, no_space
 

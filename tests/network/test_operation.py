@@ -18,13 +18,13 @@ pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 from flwr.app import Error
 
-from fedlowrank.cli import network as commands
+from fedlowrank.cli.deployment import network_commands as commands
 from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.digest import write_sealed
-from fedlowrank.simulation.run_files import METRICS
-from fedlowrank.simulation.run_folder import RunFolder
+from fedlowrank.storage.digest import write_sealed
+from fedlowrank.storage.run_files import METRICS
+from fedlowrank.storage.run_folder import RunFolder
 
 from .local import LocalTransport, changed, in_round, intact, local, served, small
 from .test_flower import tables, written

@@ -17,13 +17,13 @@ import torch
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 
-from fedlowrank.cli import network as commands
+from fedlowrank.cli.deployment import network_commands as commands
+from fedlowrank.cli.deployment.poc import EXPERIMENT, choose_clients, run_processes
+from fedlowrank.cli.deployment.status import clients_table
 from fedlowrank.cli.main import main
-from fedlowrank.cli.poc import EXPERIMENT, choose_clients, run_processes
-from fedlowrank.cli.status import clients_table
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.files import write_json
+from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.network.client import ClientRuntime
 from fedlowrank.network.operation.policy import Policy, upload_paths
 

@@ -26,7 +26,7 @@ from flwr.supernode.fleet_http_connection import http_request_response
 
 from fedlowrank.network.deploy.flower_app import write_app
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
-from fedlowrank.network.deploy.processes import SuperLink
+from fedlowrank.network.deploy.server_processes import SuperLink
 from fedlowrank.network.enrollment.key_request import load_key_pair
 from fedlowrank.network.flower import to_records
 

@@ -16,7 +16,7 @@ pytest.importorskip("cryptography")
 pytest.importorskip("dp_accounting")
 
 from fedlowrank.network.deploy.flower_process import free_port
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.results.records import RunRecord
 
 from .test_flower import COMMAND, ClientRuntime, parties, tables, until, written
 

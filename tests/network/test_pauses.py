@@ -13,9 +13,8 @@ import torch
 
 from blocks import block_of
 from fedlowrank.cli.main import main
-from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.network.account import Account
 from fedlowrank.network.operation.activity import UpdateShape
 from fedlowrank.network.operation.fall import (
     Fall,
@@ -26,10 +25,11 @@ from fedlowrank.network.operation.fall import (
     worst_shapes,
 )
 from fedlowrank.network.operation.grace import Grace
+from fedlowrank.network.persistence.account import Account
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.network.validation.directions import cosines
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.results.records import RoundRecord
+from fedlowrank.storage import checkpoint
 
 from .local import LocalTransport, intact, local, lost, on_orders, ran, served, small
 from .test_liars import LIAR, accuracy, lying

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 
-from fedlowrank.cli import network as commands
+from fedlowrank.cli.deployment import network_commands as commands
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.client import ClientRuntime
-from fedlowrank.simulation.lock import exclusive
+from fedlowrank.storage.lock import exclusive
 
 from .local import local, ran, small, tables
 from .test_flower import written

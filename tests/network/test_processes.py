@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedlowrank.simulation.lock import FolderInUseError, identify_process
+from fedlowrank.storage.lock import FolderInUseError, identify_process
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
@@ -32,7 +32,7 @@ from fedlowrank.network.deploy.flower_process import (
     free_port,
     listen,
 )
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.supervise import supervise
 
 from .local import fuzz, until

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.network.messages import Registration, sections
-from fedlowrank.network.registry import (
+from fedlowrank.network.persistence.registry import (
     MAX_BYTES,
     MAX_EXAMPLES,
     ClientRegistry,

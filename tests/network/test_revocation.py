@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
-from fedlowrank.cli.network import _unregister_revoked
+from fedlowrank.cli.deployment.network_commands import _unregister_revoked
 from fedlowrank.network.deploy.flower_app import write_app
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys, revoke_client
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.server_processes import SuperLink, SuperNode
 
 from .local import until
 

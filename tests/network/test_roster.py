@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from fedlowrank.cli import keys as commands
+from fedlowrank.cli.deployment import key_commands as commands
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, expired_clients, make_keys

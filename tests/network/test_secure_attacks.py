@@ -17,7 +17,7 @@ import torch
 
 from fedlowrank.cli.main import main
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import Mean
+from fedlowrank.core.contract.contribution import Mean
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.deploy.forget import forget
 from fedlowrank.network.messages import Answer, Order, RefusedOrderError
@@ -34,7 +34,7 @@ from fedlowrank.network.secure.participation import (
 from fedlowrank.network.secure.signing import MemberSigner, Session
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.trust.secure_sums import KeyPair, MaskingClient, combine
-from fedlowrank.trust.settings import SecureSums
+from fedlowrank.trust.trust_settings import SecureSums
 
 from .local import on_orders, served
 from .test_flower import written

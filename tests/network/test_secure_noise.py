@@ -19,8 +19,8 @@ from fedlowrank.network.secure import distributed_noise
 from fedlowrank.network.secure.contributions import grid_of
 from fedlowrank.network.secure.distributed_noise import DistributedNoise, describe_collusion
 from fedlowrank.network.transport import NodeMessage
-from fedlowrank.simulation.run import Run
-from fedlowrank.trust.settings import SecureSums
+from fedlowrank.rounds.run import Run
+from fedlowrank.trust.trust_settings import SecureSums
 
 from .local import on_orders
 from .test_secure_runs import close, secure, summed

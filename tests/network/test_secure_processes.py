@@ -21,9 +21,9 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.secure.contributions import grid_of, vector_of
 from fedlowrank.network.secure.leader import as_bytes
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import Run
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage import checkpoint
 
 from .test_flower import COMMAND, ClientRuntime, parties, rounds, tables, until, written
 

@@ -14,17 +14,17 @@ import pytest
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.network.account import prepare_resume
 from fedlowrank.network.client import ClientRuntime
 from fedlowrank.network.deploy.keys import ClientKeys, make_keys
 from fedlowrank.network.enrollment.key_request import load_client_key
 from fedlowrank.network.enrollment.roster import ROSTER, KeyRoster
 from fedlowrank.network.messages import Answer, Order, Registration
+from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.network.secure.signing import MemberKeys, MemberSigner
-from fedlowrank.network.site.settings import SiteSettings
+from fedlowrank.network.site.site_settings import SiteSettings
 from fedlowrank.network.transport import NodeMessage, Response
-from fedlowrank.simulation.result import Result
-from fedlowrank.simulation.run import Run
+from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.rounds.run import Run
 
 from .local import Fault, Killed, LocalTransport, intact, local, on_orders, served, small
 

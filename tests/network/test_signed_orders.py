@@ -19,9 +19,9 @@ from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, add_client, m
 from fedlowrank.network.deploy.node import Node
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.network.messages import Answer, RegistrationRequest
-from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.network.site.signatures import OrderSigner, payload_digest, read_public_key
-from fedlowrank.simulation.run import Run
+from fedlowrank.network.site.site_settings import SiteSettings
+from fedlowrank.rounds.run import Run
 
 from .local import agrees, local, served, small
 from .test_client import RUN, download, made, order, run  # noqa: F401 - fixtures

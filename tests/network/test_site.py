@@ -19,7 +19,7 @@ pytest.importorskip("flwr")
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedlowrank.cli import network
+from fedlowrank.cli.deployment import network_commands as network
 from fedlowrank.cli.main import main
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
@@ -30,9 +30,9 @@ from fedlowrank.network.deploy.node import CALL_BYTES, PIECE_BYTES, Node, TooLar
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.network.messages import Answer, Order, RefusedOrderError
 from fedlowrank.network.site import audit_log
-from fedlowrank.network.site.settings import SiteSettings
 from fedlowrank.network.site.signatures import read_public_key
-from fedlowrank.simulation.run import Run
+from fedlowrank.network.site.site_settings import SiteSettings
+from fedlowrank.rounds.run import Run
 
 from .local import local, served, small
 from .test_client import RUN, download, made, order, run  # noqa: F401 - fixtures

@@ -17,12 +17,12 @@ from fedlowrank.config.assembly import Shares
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.network.account import prepare_resume
 from fedlowrank.network.client import ClientRuntime, prepare
 from fedlowrank.network.messages import Answer, Order
+from fedlowrank.network.persistence.account import prepare_resume
 from fedlowrank.network.site.allowance import most_trainings
-from fedlowrank.network.site.settings import SiteSettings
-from fedlowrank.simulation.digest import read_sealed, write_sealed
+from fedlowrank.network.site.site_settings import SiteSettings
+from fedlowrank.storage.digest import read_sealed, write_sealed
 
 from .local import agrees, headline, local, same_states, served, small, truth
 

@@ -138,7 +138,7 @@ def test_the_data_of_a_client_is_its_file_whatever_is_made_of_it(
     """Lines in another order, one more, other numbers by another normalization, and another client number."""
     pytest.importorskip("flwr")
     pytest.importorskip("cryptography")
-    from fedlowrank.cli import network as commands
+    from fedlowrank.cli.deployment import network_commands as commands
 
     from .test_flower import written
 

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from contract import Reply
-from fedlowrank.adapters.router import Router
-from fedlowrank.config.network_settings import Limits
+from fedlowrank.adapters.mixtures.router import Router
+from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
-from fedlowrank.core.method import ClientInfo, ServerView, Task
-from fedlowrank.core.optimizer import SGD, AdamW, Schedule
+from fedlowrank.core.contract.method import ClientInfo, ServerView, Task
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Schedule
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import AnyMethod, ClientJob, ClientResult
+from fedlowrank.engines.engine import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.methods.families.lora_family import Tuning
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.network.validation.shape_tracing import expected_upload
 from fedlowrank.network.validation.uploads import Templates, inspect
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation as small
 from fedlowrank.training.tracing import TracingTrainer
 from methods.setting import KINDS, Net, alike, arrays, unlike

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank.config.network_settings import Limits
+from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import ClientInfo, Lengths, OneOf
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.method import ClientInfo, Lengths, OneOf
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.network.validation.forms import Template
+from fedlowrank.network.validation.upload_forms import Template
 from fedlowrank.network.validation.uploads import Blocklist, RefusedReplyError, inspect
 
 from .trust_cases import CASES, LIMITS, judged, message, raw
@@ -281,10 +281,10 @@ BOMBS = """
 import json, resource, sys, time
 import safetensors.torch, torch
 torch.set_num_threads(1)
-from fedlowrank.config.network_settings import Limits
+from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
-from fedlowrank.core.method import ClientInfo
-from fedlowrank.network.validation.forms import Template
+from fedlowrank.core.contract.method import ClientInfo
+from fedlowrank.network.validation.upload_forms import Template
 from fedlowrank.network.validation.uploads import RefusedReplyError, inspect
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,9 +12,9 @@ import torch
 
 from contract import Reply, server_update
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import Each
+from fedlowrank.core.contract.contribution import Each
+from fedlowrank.core.contract.method import ClientInfo, ServerView
 from fedlowrank.core.errors import FedlowrankError
-from fedlowrank.core.method import ClientInfo, ServerView
 from fedlowrank.network.validation.uploads import RefusedReplyError, Templates, inspect
 
 from .trust_cases import CASES, LIMITS, aggregate, finite, situation

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from contract import Reply
-from fedlowrank.config.network_settings import Limits
+from fedlowrank.config.sections.network_section import Limits
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import Aggregator
-from fedlowrank.core.method import ClientInfo, ServerView
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.contract.contribution import Aggregator
+from fedlowrank.core.contract.method import ClientInfo, ServerView
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import ClientJob
+from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.network.validation.forms import Template
+from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.network.validation.upload_forms import Template
 from fedlowrank.network.validation.uploads import (
     FAULTS,
     RefusedReplyError,
@@ -36,8 +36,8 @@ from fedlowrank.network.validation.uploads import (
     inspect,
     update_without_faulty,
 )
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from methods.setting import Net, arrays
 
 torch.set_num_threads(1)

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from fedlowrank.report import render_terminal, write_report
+from fedlowrank.report.figures.style import make_styles
 from fedlowrank.report.findings import state_findings
-from fedlowrank.report.groups import choose_target, group_runs
-from fedlowrank.report.metrics import RunStatistics
-from fedlowrank.report.style import make_styles
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run_files import METRICS, REPRESENTATIONS, encode_representations, seal_run
+from fedlowrank.report.statistics.groups import choose_target, group_runs
+from fedlowrank.report.statistics.run_statistics import RunStatistics
+from fedlowrank.results.records import RunRecord
+from fedlowrank.storage.run_files import METRICS, REPRESENTATIONS, encode_representations, seal_run
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]

@@ -4,10 +4,11 @@ import pytest
 from report_runs import both, findings_of, page_of, regression_of, rounds_of, text_of
 from scipy import stats
 
-from fedlowrank.report import comparison, figures
-from fedlowrank.report.groups import group_runs
-from fedlowrank.report.sweeps import shorten_names, sweep_tables
-from fedlowrank.report.tables import comparison_markdown
+from fedlowrank.report import comparison
+from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.tables.comparison_tables import comparison_markdown
+from fedlowrank.report.tables.sweeps import shorten_names, sweep_tables
 
 METHODS = (("fedavg", "FedAvg"), ("floral", "FLoRAL"))
 

@@ -25,14 +25,15 @@ from report_runs import (
 )
 from scipy import stats
 
-from fedlowrank.report import chart, comparison, low_rank, write_report
-from fedlowrank.report import lora_figures as drawn
-from fedlowrank.report.gallery import draw_all
-from fedlowrank.report.groups import group_runs, measure_of
-from fedlowrank.report.metrics import RunStatistics
+from fedlowrank.report import comparison, low_rank, write_report
+from fedlowrank.report.figures.comparison_figures import chart
+from fedlowrank.report.figures.comparison_figures import lora_figures as drawn
+from fedlowrank.report.figures.gallery import draw_all
+from fedlowrank.report.figures.style import drawing, to_svg
 from fedlowrank.report.sentences import describe_setting
-from fedlowrank.report.style import drawing, to_svg
-from fedlowrank.report.tables import comparison_markdown, to_csv
+from fedlowrank.report.statistics.groups import group_runs, measure_of
+from fedlowrank.report.statistics.run_statistics import RunStatistics
+from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
 
 T = stats.t.ppf(0.975, 1)
 LANGUAGE = {"language": {"path": "models/tiny", "task": "causal", "context": 64}, "classes": []}

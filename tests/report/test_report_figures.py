@@ -11,10 +11,20 @@ from matplotlib.lines import Line2D
 from report_runs import both, cloud, draw, rounds_of
 
 from fedlowrank.cli.main import main
-from fedlowrank.report import data_figures, figures, gallery, time_figures, write_report
-from fedlowrank.report.gallery import save_figures
-from fedlowrank.report.groups import group_runs
-from fedlowrank.report.style import DASHES, LIGHT, add_legend, drawing, make_styles, new_figure, to_svg
+from fedlowrank.report import write_report
+from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.figures.comparison_figures import data_figures, gallery, time_figures
+from fedlowrank.report.figures.gallery import save_figures
+from fedlowrank.report.figures.style import (
+    DASHES,
+    LIGHT,
+    add_legend,
+    drawing,
+    make_styles,
+    new_figure,
+    to_svg,
+)
+from fedlowrank.report.statistics.groups import group_runs
 
 
 def lines(picture):

@@ -9,8 +9,8 @@ from report_runs import rounds_of
 
 from blocks import tables_of
 from fedlowrank.report import comparison, to_latex, write_values
-from fedlowrank.report.latex import escape_latex
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.report.tables.latex import escape_latex
+from fedlowrank.results.records import RunRecord
 
 PRINTED = {
     r"\textbackslash{}": "\\", r"\textasciitilde{}": "~", r"\textasciicircum{}": "^", r"\textless{}": "<",

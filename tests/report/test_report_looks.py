@@ -8,8 +8,8 @@ from importlib.resources import files
 import pytest
 
 from fedlowrank.report import in_order, save_figures
-from fedlowrank.report.gallery import method_styles
-from fedlowrank.report.groups import group_runs
+from fedlowrank.report.figures.gallery import method_styles
+from fedlowrank.report.statistics.groups import group_runs
 
 CSS = files("fedlowrank.report").joinpath("page.css").read_text()
 

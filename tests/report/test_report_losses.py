@@ -26,13 +26,15 @@ from report_runs import (
 )
 from scipy import stats
 
-from fedlowrank.report import comparison, figures, rank_figures, write_report
-from fedlowrank.report.gallery import draw_all
-from fedlowrank.report.groups import group_runs
-from fedlowrank.report.measures import ACCURACY, LOSS
-from fedlowrank.report.metrics import RunStatistics
+from fedlowrank.report import comparison, write_report
+from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.figures.comparison_figures import rank_figures
+from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.sentences import describe_setting, find_warnings
-from fedlowrank.report.tables import comparison_markdown, to_csv
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.measures import ACCURACY, LOSS
+from fedlowrank.report.statistics.run_statistics import RunStatistics
+from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
 
 
 def lines(picture):

@@ -8,9 +8,10 @@ import pytest
 from report_runs import both, draw, legend_of, rounds_of, two_series
 from scipy import stats
 
-from fedlowrank.report import figures, rank_figures
-from fedlowrank.report.gallery import draw_all
-from fedlowrank.report.style import DASHES, make_styles, to_svg
+from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.figures.comparison_figures import rank_figures
+from fedlowrank.report.figures.gallery import draw_all
+from fedlowrank.report.figures.style import DASHES, make_styles, to_svg
 
 
 def ranked(*ranks):

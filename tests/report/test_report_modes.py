@@ -16,12 +16,13 @@ from report_runs import (
     with_routes,
 )
 
-from fedlowrank.report import comparison, figures, to_latex
+from fedlowrank.report import comparison, to_latex
+from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
 from fedlowrank.report.findings import state_headline
-from fedlowrank.report.groups import group_runs
-from fedlowrank.report.metrics import RunStatistics
-from fedlowrank.report.modes import find_modes
-from fedlowrank.report.paired import make_families
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.modes import find_modes
+from fedlowrank.report.statistics.paired import make_families
+from fedlowrank.report.statistics.run_statistics import RunStatistics
 
 TRUTH = [0, 0, 0, 1, 1, 1]
 FOUND, MISSED = [2, 2, 2, 0, 0, 0], [1, 1, 1, 1, 1, 1]

@@ -12,9 +12,9 @@ from report_runs import cloud, members, page_of, regression_of, rounds_of, two_s
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
 from fedlowrank.report.findings import state_headline
-from fedlowrank.report.groups import group_runs
 from fedlowrank.report.page import card_widths
-from fedlowrank.report.paired import make_families
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.paired import make_families
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -7,9 +7,9 @@ import pytest
 from matplotlib.colors import to_hex
 from report_runs import both, draw, legend_of, rounds_of, two_series
 
-from fedlowrank.report import rank_figures
-from fedlowrank.report.gallery import draw_all
-from fedlowrank.report.style import palette_color
+from fedlowrank.report.figures.comparison_figures import rank_figures
+from fedlowrank.report.figures.gallery import draw_all
+from fedlowrank.report.figures.style import palette_color
 
 PLOT, SIZE = rank_figures.plot_relative_accuracy, rank_figures.plot_model_size
 

@@ -21,14 +21,15 @@ from report_runs import (
 )
 from scipy import stats
 
-from fedlowrank.report import cluster_figures, comparison, write_report
-from fedlowrank.report.frame import find_collapse
-from fedlowrank.report.gallery import draw_all, save_figures
-from fedlowrank.report.groups import group_runs
+from fedlowrank.report import comparison, write_report
+from fedlowrank.report.figures.comparison_figures import cluster_figures
+from fedlowrank.report.figures.gallery import draw_all, save_figures
+from fedlowrank.report.figures.style import to_svg
 from fedlowrank.report.sentences import collapse_warnings, find_warnings
-from fedlowrank.report.style import to_svg
-from fedlowrank.report.tables import comparison_markdown
-from fedlowrank.simulation.measurements import score_recovery
+from fedlowrank.report.statistics.frame import find_collapse
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.tables.comparison_tables import comparison_markdown
+from fedlowrank.results.measurements import score_recovery
 
 TRUTH = [0, 1, 0, 1]
 

@@ -8,11 +8,11 @@ from report_runs import cells, findings_of, members, page_of, regression_of, rou
 from scipy import stats
 
 from fedlowrank.report import comparison
-from fedlowrank.report.groups import group_runs
-from fedlowrank.report.measures import ACCURACY
-from fedlowrank.report.paired import make_families, paired_differences
-from fedlowrank.report.significance import compare_over_clients, compare_over_seeds, correct_holm
-from fedlowrank.report.tables import comparison_markdown
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.measures import ACCURACY
+from fedlowrank.report.statistics.paired import make_families, paired_differences
+from fedlowrank.report.statistics.significance import compare_over_clients, compare_over_seeds, correct_holm
+from fedlowrank.report.tables.comparison_tables import comparison_markdown
 
 GAPS = np.array([0.02, 0.05, -0.01, 0.04, 0.03])
 

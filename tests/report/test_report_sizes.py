@@ -9,12 +9,12 @@ import pytest
 from report_runs import cells, rounds_of, rows_of, text_of
 
 from fedlowrank.report import comparison
-from fedlowrank.report.chart import choose_lines
-from fedlowrank.report.formats import MISSING
-from fedlowrank.report.groups import group_runs
+from fedlowrank.report.figures.chart import choose_lines
 from fedlowrank.report.low_rank import downlink, last_ranks, model_size, rank_curves, sizes_differ
-from fedlowrank.report.measures import ACCURACY
-from fedlowrank.report.tables import to_csv
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.measures import ACCURACY
+from fedlowrank.report.tables.comparison_tables import to_csv
+from fedlowrank.report.tables.number_formats import MISSING
 
 FULL = 11_173_952
 """Numbers of the paper's ResNet18."""

@@ -6,11 +6,11 @@ import pytest
 from report_runs import both, curve, in_clusters, with_routes
 
 from fedlowrank.cli.main import main
-from fedlowrank.report import tables
-from fedlowrank.report.chart import POINTS, TIPS
-from fedlowrank.report.gallery import draw_all
-from fedlowrank.simulation import measurements, records
-from fedlowrank.simulation.measurements import Measurements
+from fedlowrank.report.figures.chart import POINTS, TIPS
+from fedlowrank.report.figures.gallery import draw_all
+from fedlowrank.report.tables.comparison_tables import comparison_tables as tables
+from fedlowrank.results import measurements, records
+from fedlowrank.results.measurements import Measurements
 
 
 def long_run(make_run, method, seed):

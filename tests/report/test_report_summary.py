@@ -13,10 +13,10 @@ from scipy import stats
 from blocks import block_of
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
-from fedlowrank.report.groups import group_runs
-from fedlowrank.report.metrics import RunStatistics, estimate
-from fedlowrank.report.tables import comparison_markdown
-from fedlowrank.simulation.records import RoundRecord, RunRecord
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.run_statistics import RunStatistics, estimate
+from fedlowrank.report.tables.comparison_tables import comparison_markdown
+from fedlowrank.results.records import RoundRecord, RunRecord
 
 
 def simple(test, val=None):

@@ -11,7 +11,8 @@ import pytest
 from report_runs import cells, page_of, rounds_of, rows_of, text_of, titles_of
 
 from fedlowrank.report import comparison
-from fedlowrank.report.formats import (
+from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
+from fedlowrank.report.tables.number_formats import (
     MISSING,
     format_loss,
     format_loss_pair,
@@ -22,9 +23,8 @@ from fedlowrank.report.formats import (
     format_si_pair,
     format_signed,
     format_tick,
-    one_line,
+    on_one_line,
 )
-from fedlowrank.report.tables import comparison_markdown, to_csv
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
@@ -149,8 +149,8 @@ def test_experiments_and_what_is_varied_are_told_apart(make_run):
         (format_loss_pair(0.1542, 0.27), "0.15 ± 0.27"),
         (format_loss_pair(0.01, 5.3), "0.010 ± 5.300"),
         (format_loss_pair(1.234e-6, 1e-8), "1.234e-06 ± 1.0e-08"),
-        (one_line("a\x00\nb  c"), "a b c"),
-        (one_line("abcdef", 4), "abc…"),
+        (on_one_line("a\x00\nb  c"), "a b c"),
+        (on_one_line("abcdef", 4), "abc…"),
     ],
 )
 def test_units(got, expected):

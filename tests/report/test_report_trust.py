@@ -10,14 +10,15 @@ import pytest
 from report_runs import cells, draw, legend_of, members, page_of, rounds_of, rows_of, text_of, titles_of
 
 from fedlowrank.core.key import Key
-from fedlowrank.report import comparison, save_figures, trust_figures
-from fedlowrank.report.gallery import draw_all, method_styles
-from fedlowrank.report.groups import group_runs
+from fedlowrank.report import comparison, save_figures
+from fedlowrank.report.figures.comparison_figures import trust_figures
+from fedlowrank.report.figures.gallery import draw_all, method_styles
 from fedlowrank.report.sentences import describe_setting
-from fedlowrank.report.tables import to_csv
-from fedlowrank.simulation.participants import Participants
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.trust.settings import Trust
+from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.tables.comparison_tables import to_csv
+from fedlowrank.rounds.participation.participants import Participants
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.trust.trust_settings import Trust
 
 OFF = {**asdict(Trust()), "sampling": "fixed"}
 PRIVATE = {"kind": "central", "noise": 1.5, "epsilon": None, "delta": 1e-4, "accountant": "rdp"}

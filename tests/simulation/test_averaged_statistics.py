@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import SGD, Clipping, Compression, Federation, Privacy, simulate
+from fedlowrank.core.contract.method import Method
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Method
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS, FedAvg
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 SIZES = (22, 15, 9)
 FEDAVG = FedAvg(batch_size=8, optimizer=SGD(lr=0.2), drop_last=True)

@@ -12,10 +12,10 @@ import torch
 from blocks import block_of
 from fedlowrank import Callback, EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.simulation.digest import write_sealed
-from fedlowrank.simulation.measurements import Block
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run import Run
+from fedlowrank.results.measurements import Block
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage.digest import write_sealed
 
 CURVE = [0.2, 0.5, 0.4, 0.6, 0.55, 0.6, 0.3, 0.58, 0.7, 0.7, 0.7, 0.7]
 """Validation by round: the best until round 7 is in round 3, and the next better one in round 8."""

@@ -17,9 +17,9 @@ from fedlowrank import Federation, simulate
 from fedlowrank.cli.main import main
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run_files import read_lines
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.run_files import read_lines
 
 HISTORY: list[tuple[dict[str, Any], dict[int, Any]]] = [
     ({"w": torch.full((3,), float(t))}, {c: {"v": torch.tensor([10.0 * t + c])} for c in changed})

@@ -22,12 +22,12 @@ from blocks import tables_of
 from fedlowrank import EarlyStopping, Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
-from fedlowrank.report.tables import to_csv
-from fedlowrank.simulation.client_metrics import METRICS as NAMES
-from fedlowrank.simulation.client_metrics import compute, log_odds
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import METRICS
+from fedlowrank.report.tables.comparison_tables import to_csv
+from fedlowrank.results.client_metrics import METRICS as NAMES
+from fedlowrank.results.client_metrics import compute, log_odds
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.storage.run_files import METRICS
 
 torch.set_num_threads(1)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.client_store import ClientStore, LazyMapping
-from fedlowrank.simulation.simulate import simulate
+from fedlowrank.rounds.simulate import simulate
+from fedlowrank.storage.client_store import ClientStore, LazyMapping
 from fedlowrank.testing.check import small_federation
 
 changes = st.lists(

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
-from fedlowrank.core.client_model import ClientModel
-from fedlowrank.core.contribution import Sum
+from fedlowrank.core.contract.client_model import ClientModel
+from fedlowrank.core.contract.contribution import Sum
+from fedlowrank.core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import NonFiniteError, TaskError
-from fedlowrank.core.method import ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.round_results import Clock
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.round_results import Clock
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 torch.set_num_threads(1)
 

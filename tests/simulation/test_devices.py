@@ -16,15 +16,15 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.server import NetworkEngine
-from fedlowrank.simulation.devices import DeviceClock
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.participation.devices import DeviceClock
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 torch.set_num_threads(1)
 

@@ -16,11 +16,11 @@ from torch.nn import functional
 from fedlowrank import ClientModel, ClientView, Federation, simulate
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import METHODS, FedAvg
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.run_files import METRICS, read_lines
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.run_files import METRICS, read_lines
 
 torch.set_num_threads(1)
 

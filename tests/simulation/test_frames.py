@@ -18,11 +18,11 @@ from fedlowrank import SGD, Federation, average_by_examples, load_rounds, load_r
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.methods import Ditto, FedAvg
 from fedlowrank.report import comparison
-from fedlowrank.simulation.frames import client_frame, rounds_frame
-from fedlowrank.simulation.measurements import Block, Column, Measurements
-from fedlowrank.simulation.progress import describe_record
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run_files import METRICS
+from fedlowrank.results.frames import client_frame, rounds_frame
+from fedlowrank.results.measurements import Block, Column, Measurements
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.rounds.logs.progress import describe_record
+from fedlowrank.storage.run_files import METRICS
 
 torch.set_num_threads(1)
 

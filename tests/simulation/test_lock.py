@@ -13,9 +13,9 @@ import pytest
 from fedlowrank import simulate
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify_process, is_alive, read_holder
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run_folder import RunFolder
+from fedlowrank.results.records import RunRecord
+from fedlowrank.storage.lock import FolderInUseError, exclusive, identify_process, is_alive, read_holder
+from fedlowrank.storage.run_folder import RunFolder
 
 from .test_resume import end_of, lines, rounds_of, start, tiny, wait_for, write_experiment
 

@@ -17,7 +17,7 @@ import torch
 
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.results.records import RoundRecord
 
 Found = list[tuple[str, int, float]]
 """Tag, step and value."""

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlowrank import METHODS, SGD, Federation, Loss, simulate
+from fedlowrank.core.arguments.user_code import import_named
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError, LossError, TaskError
-from fedlowrank.core.user_code import import_named
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.report.data_figures import plot_embeddings
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.result import Result
-from fedlowrank.simulation.run_files import read_representations
+from fedlowrank.report.figures.data_figures import plot_embeddings
+from fedlowrank.results.records import RunRecord
+from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.storage.run_files import read_representations
 
 SIZES = 5, 3
 LR = 0.5

@@ -11,9 +11,9 @@ import pytest
 from blocks import block_of, tables_of
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.measurements import Measurements, mean_over_clients, summarize
-from fedlowrank.simulation.records import RoundRecord
-from fedlowrank.simulation.result import Result
+from fedlowrank.results.measurements import Measurements, mean_over_clients, summarize
+from fedlowrank.results.records import RoundRecord
+from fedlowrank.rounds.outcome.result import Result
 
 CLIENTS: list[dict[str, Any]] = [
     {"id": 0, "test": 1, "cluster": 0},

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import simulate
-from fedlowrank.core.client_model import ClientModel
-from fedlowrank.core.method import ClientView
+from fedlowrank.core.contract.client_model import ClientModel
+from fedlowrank.core.contract.method import ClientView
 from fedlowrank.core.tree import Params
 from fedlowrank.data.dataset import Examples
 from fedlowrank.engines import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.simulation import scoring
-from fedlowrank.simulation.evaluation import evaluate_client
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results import scoring
+from fedlowrank.results.evaluation import evaluate_client
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 
 from .test_evaluation import Own, by_hand, compare, federation, linear
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import simulate
-from fedlowrank.adapters.lora_layers import add_lora
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.adapters.lora.lora_layers import add_lora
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.methods.families.lora_family import Tuning
 
 INPUTS, CLASSES = 6, 3
 LORA = ("fedhl", "flexlora", "flora", "hetlora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from blocks import block_of
-from fedlowrank.simulation import progress
-from fedlowrank.simulation.progress import bar, run_label
-from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.results.records import RoundRecord
+from fedlowrank.rounds.logs import progress
+from fedlowrank.rounds.logs.progress import bar, run_label
 
 
 def record(round: int) -> RoundRecord:

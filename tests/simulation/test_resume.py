@@ -27,20 +27,14 @@ from fedlowrank.config.comparison import PlannedRun, find_changes
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, FedlowrankError
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation as FederationType
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.digest import seal
-from fedlowrank.simulation.records import RoundRecord, RunRecord
-from fedlowrank.simulation.run_files import (
-    METRICS,
-    REPRESENTATIONS,
-    read_lines,
-    read_representations,
-    seal_run,
-)
+from fedlowrank.results.records import RoundRecord, RunRecord
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.digest import seal
+from fedlowrank.storage.run_files import METRICS, REPRESENTATIONS, read_lines, read_representations, seal_run
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import SingleValueError, TaskError
-from fedlowrank.engines.base import ClientJob
+from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import FedAvg
 from fedlowrank.methods.fedala import FedALA

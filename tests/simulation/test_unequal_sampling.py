@@ -21,11 +21,11 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.simulation.result import Result
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.unequal_sampling import draw_by_size, weights_by_size
-from fedlowrank.testing.check import small_federation as small_federation
-from fedlowrank.trust.settings import Clipping, SecureSums
+from fedlowrank.rounds.outcome.result import Result
+from fedlowrank.rounds.participation.unequal_sampling import draw_by_size, weights_by_size
+from fedlowrank.rounds.run import Run
+from fedlowrank.testing.check import small_federation
+from fedlowrank.trust.trust_settings import Clipping, SecureSums
 from methods.setting import CLASSES, Net, arrays
 
 SIZES = (23, 9, 31, 14)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fedlowrank.cli.main import main
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import Sequential
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.models.architecture import build_module
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing import bench
 from fedlowrank.testing.bench import (
     SUBJECTS,

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from fedlowrank.core.contract.method import ClientInfo, Pass
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import ClientInfo, Pass
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
@@ -18,8 +18,8 @@ from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fednova import FedNova
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData
 from methods.setting import CLASSES, INPUTS
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
+from fedlowrank.core.contract.method import ClientInfo, Pass
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import ClientInfo, Pass
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import Vectorized
 from fedlowrank.engines import vectorized as engine
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.feed import BufferPool, Feed, common_base
 from fedlowrank.training.local_data import LocalData
 
@@ -116,7 +116,7 @@ def test_the_operations_of_the_steps_do_not_grow_with_the_clients(
     x, y = torch.randn(50, 20, 6, generator=g), torch.randint(3, (50, 20), generator=g)
     model = lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))  # noqa: E731
     if method == "pfedlora":
-        from fedlowrank.models.mlp import MLP
+        from fedlowrank.models.architectures.mlp import MLP
 
         model = lambda: MLP(6, (5,), 3)  # noqa: E731
     made = Federation.from_arrays([{"train": pair} for pair in zip(x, y, strict=True)], model, classes=3)

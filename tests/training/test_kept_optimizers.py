@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from engines.runs import same
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Method
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.loss import supervised_loss
-from fedlowrank.core.method import Method
-from fedlowrank.core.optimizer import SGD, AdamW, Optimizer, Schedule
+from fedlowrank.core.learning.batch_losses import supervised_loss
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Optimizer, Schedule
 from fedlowrank.core.tree import Params
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Engine, client_view
+from fedlowrank.engines.engine import Engine, client_view
 from fedlowrank.engines.processes import Processes
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.engines.vectorized import Vectorized
@@ -31,10 +31,10 @@ from fedlowrank.methods.fedbabu import FedBABU
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.simulation.state import State
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.storage import checkpoint
+from fedlowrank.storage.state import State
 from fedlowrank.training.kept_optimizers import KeepingTrainer, StateWithOptimizers
 from methods.setting import CLASSES, Net, arrays
 

@@ -14,18 +14,18 @@ from fedlowrank import Federation, LocalSchedule
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.loss import supervised_loss
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.batch_losses import supervised_loss
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.tree import Params
-from fedlowrank.engines.base import Engine, client_view
+from fedlowrank.engines.engine import Engine, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fednova import FedNova
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from methods.setting import CLASSES, Net, arrays
 
 LR = 0.1

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from fedlowrank.core.method import Batch, Request
-from fedlowrank.core.optimizer import SGD, Group
+from fedlowrank.core.contract.method import Batch, Request
+from fedlowrank.core.learning.optimizer import SGD, Group
 from fedlowrank.training.cohort import Stack
 from fedlowrank.training.layer_rules import grouped_convolution
 from fedlowrank.training.stacked import UnsupportedError, stack

@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import mean
+from fedlowrank.core.contract.contribution import mean
+from fedlowrank.core.contract.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.core.loss import cross_entropy
-from fedlowrank.core.method import Batch, ClientInfo, ClientView, Pass
-from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.batch_losses import cross_entropy
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.tree import TreeError
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import ClientJob, client_view
+from fedlowrank.engines.engine import ClientJob, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.models.cnn import CNN
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.models.architectures.cnn import CNN
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.local_data import LocalData
 from methods.setting import CLASSES, INPUTS, SIZES, Net, arrays
 

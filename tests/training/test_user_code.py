@@ -21,14 +21,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import SGD, Federation, simulate
+from fedlowrank.core.contract.method import Batch, Method
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Batch, Method
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.standard import is_standard
-from fedlowrank.simulation.records import RoundRecord
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.results.records import RoundRecord
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.training.trainer import LocalTrainer
 
 HERE = ["sequential", "wire", "vectorized"]

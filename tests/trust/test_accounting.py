@@ -14,8 +14,8 @@ from scipy import integrate, optimize, special, stats
 pytest.importorskip("dp_accounting")
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.trust import accounting
-from fedlowrank.trust.accounting import (
+from fedlowrank.trust.privacy import accounting
+from fedlowrank.trust.privacy.accounting import (
     Accountant,
     Sampling,
     composed_epsilon,

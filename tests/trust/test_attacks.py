@@ -24,7 +24,7 @@ from fedlowrank.trust.attacks import (
     poison,
     with_trigger,
 )
-from fedlowrank.trust.settings import Attack
+from fedlowrank.trust.trust_settings import Attack
 
 KEY = Key((0, "attack"))
 UPDATE_ATTACKS = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")

@@ -17,10 +17,10 @@ import dp_accounting
 
 from fedlowrank import Clipping, Privacy, simulate
 from fedlowrank.core.errors import CheckpointError, ConfigError
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run_files import seal_run
-from fedlowrank.trust.accounting import Sampling
-from fedlowrank.trust.budget import Budget
+from fedlowrank.results.records import RunRecord
+from fedlowrank.storage.run_files import seal_run
+from fedlowrank.trust.privacy.accounting import Sampling
+from fedlowrank.trust.privacy.budget import Budget
 from methods.setting import alike
 
 DELTA = 1e-3

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Method
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Method
-from fedlowrank.core.optimizer import SGD
-from fedlowrank.engines.base import ClientJob
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.trust.trust_settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
 from methods.setting import alike
 
 METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
@@ -187,8 +187,8 @@ def test_lies_do_not_carry_an_attack_through_a_rule(updates: np.ndarray) -> None
 
 def test_the_weights_of_clusters_stay_under_the_geometric_median() -> None:
     """A method's own weights, such as pi of a mixture, are multiplied and not replaced."""
-    from fedlowrank.core.contribution import Mean
-    from fedlowrank.simulation.inspection import reweight
+    from fedlowrank.core.contract.contribution import Mean
+    from fedlowrank.rounds.inspection import reweight
 
     found = reweight({"a": Mean(torch.ones(1), 90.0), "b": Mean(torch.ones(1), 10.0)}, 0.3, 4)
     assert [found["a"].weight, found["b"].weight] == [27.0, 3.0]
@@ -343,7 +343,7 @@ def test_another_gauge_does_not_carry_a_reply_through_where_factors_are_averaged
 
 
 def test_factors_that_are_rounded_on_their_way_are_refused() -> None:
-    from fedlowrank.methods.families.lora import Tuning
+    from fedlowrank.methods.families.lora_family import Tuning
 
     for settings in ({"clipping": Clipping(0.1)}, {"robust": Robust("norm_bound")}):
         with pytest.raises(TaskError, match=r"tuning.wire"):

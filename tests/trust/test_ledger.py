@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("dp_accounting")
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
-from fedlowrank.trust.accounting import Sampling, composed_epsilon, epsilon, local_epsilon
-from fedlowrank.trust.ledger import PrivacyLedger
+from fedlowrank.trust.privacy.accounting import Sampling, composed_epsilon, epsilon, local_epsilon
+from fedlowrank.trust.privacy.ledger import PrivacyLedger
 
 DELTA = 1e-5
 POISSON = Sampling("poisson", 20, rate=0.1)

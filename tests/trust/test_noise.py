@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
-from fedlowrank.trust.noise import Source, discrete_gaussian, gaussian
+from fedlowrank.trust.privacy.noise import Source, discrete_gaussian, gaussian
 
 KEY = Key((11,)) / "noise" / 3
 SOURCES = pytest.mark.parametrize("source", [KEY, "system"])

@@ -15,22 +15,22 @@ from scipy import stats
 from fedlowrank import simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
+from fedlowrank.core.contract.method import Method
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Method
-from fedlowrank.core.optimizer import SGD
+from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import ENGINES
-from fedlowrank.engines.base import client_view
+from fedlowrank.engines.engine import client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
-from fedlowrank.simulation.run import Run
-from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.trust.accounting import default_count_noise, epsilon
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.compression import decompress, parse_stages
-from fedlowrank.trust.noise import gaussian
+from fedlowrank.trust.privacy.accounting import default_count_noise, epsilon
+from fedlowrank.trust.privacy.noise import gaussian
 from fedlowrank.trust.protection import Protected, Upload
-from fedlowrank.trust.settings import Clipping, Compression, Privacy
+from fedlowrank.trust.trust_settings import Clipping, Compression, Privacy
 from methods.setting import alike, unlike
 
 METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.adapters.mixture import Pairs
-from fedlowrank.core.contribution import Each, Mean, Sum
+from fedlowrank.adapters.mixtures.mixture import Pairs
+from fedlowrank.core.contract.contribution import Each, Mean, Sum
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.tree import TreeError, tree
 from fedlowrank.linalg.pair import Pair

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fedlowrank.core import tree
-from fedlowrank.core.contribution import Aggregator, Each, Mean, Sum, map_leaves
+from fedlowrank.core.contract.contribution import Aggregator, Each, Mean, Sum, map_leaves
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key, generator_states
 from fedlowrank.core.tree import TreeError
 from fedlowrank.trust.secure_sums import FixedPoint, MaskedSum, MaskingPlan, SecureAggregator, _load, expand
-from fedlowrank.trust.settings import SecureSums
+from fedlowrank.trust.trust_settings import SecureSums
 
 KEY = Key((0, "round", 3))
 CLIENTS = (3, 5, 8, 9, 11)

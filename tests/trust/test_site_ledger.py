@@ -18,10 +18,9 @@ import dp_accounting
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.overlap import SKETCH, overlap, sketch_examples, sketch_files
-from fedlowrank.trust.accounting import Sampling, composed_epsilon, total_epsilon
-from fedlowrank.trust.budget import Budget
-from fedlowrank.trust.settings import Privacy
-from fedlowrank.trust.site_ledger import (
+from fedlowrank.trust.privacy.accounting import Sampling, composed_epsilon, total_epsilon
+from fedlowrank.trust.privacy.budget import Budget
+from fedlowrank.trust.privacy.site_ledger import (
     SiteLedger,
     SiteRun,
     accounts,
@@ -29,6 +28,7 @@ from fedlowrank.trust.site_ledger import (
     state_folder,
     total_epsilon_of,
 )
+from fedlowrank.trust.trust_settings import Privacy
 
 DELTA = 1e-3
 ALL = Sampling("all", 3)

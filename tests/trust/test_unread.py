@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from fedlowrank import Attack, Clipping, Compression, Privacy, Robust, SecureSums, simulate
-from fedlowrank.adapters.router import Router
+from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.config.comparison import plan_runs
-from fedlowrank.config.data_section import Preparation
 from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.sections.data_section import Preparation
 from fedlowrank.config.tuning import plan_tuning
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.optimizer import Schedule
+from fedlowrank.core.learning.optimizer import Schedule
 from fedlowrank.data.augment import Augment
 from fedlowrank.methods.families.effective_delta import Weighing
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.simulation.devices import Devices
+from fedlowrank.rounds.participation.devices import Devices
 from methods.setting import alike
 
 UNREAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str, str]] = {

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.mixtures.mixture import Pairs
 from fedlowrank.core import tree
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.pair import Pair

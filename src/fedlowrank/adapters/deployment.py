@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
-from ..core.files import as_checkpoint_error, write_atomically
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..core.tree import Params, TreeError, decode, encode, nbytes
 from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
-from .lora_layers import merge_lora_
+from .lora.lora_layers import merge_lora_
 from .thin_layers import (
     KINDS,
     CompressedLayer,
@@ -81,7 +81,7 @@ def deploy(
 
     ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense:
     vectors, embeddings, layers of a subclass or with a forward of their own, and weights that several modules
-    share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora_layers.add_lora` are merged: plain layers
+    share, which stay shared. Layers of :func:`~fedlowrank.adapters.lora.lora_layers.add_lora` are merged: plain layers
     with the weight W + s·B A.
 
     Args:

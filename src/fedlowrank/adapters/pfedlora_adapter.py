@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.contract.model import Model
 from ..core.errors import TaskError
 from ..core.key import Key
-from ..core.model import Model
 from ..core.tree import tree, widen
 from ..linalg.factored import compute_svd
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ..core.model import Model
+from ..core.contract.model import Model
 from ..core.tree import Params
-from .lora import lora_of
+from .lora.lora_factors import lora_of
 
 
 def full_state_dict(model: Model, params: Params) -> Params:
     """The state dict of a client's model; tensors that no client changes are the module's own.
 
     Frozen tensors are not copied: every client's state has the module's own. LoRA factors get the rank of
-    the module's slots, see :meth:`fedlowrank.adapters.lora.LoRA.match_module_ranks`.
+    the module's slots, see :meth:`fedlowrank.adapters.lora.lora_factors.LoRA.match_module_ranks`.
     """
     state: Params = dict(model.module.state_dict())
     if any(n in state and t.shape != state[n].shape for n, t in params.items()):

@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.experiment import TAGGED, method_class
-from ..config.field_help import list_fields
+from ..config.reading.field_help import list_fields
 from ..core.errors import ConfigError
-from ..core.losses import KINDS
-from ..data.own_partition import OwnPartition
+from ..core.learning.losses import KINDS
+from ..data.partitioning.own_partition import OwnPartition
 from ..data.sources import SOURCES
-from ..data.text.sources import TEXT_SOURCES
+from ..data.text.text_sources import TEXT_SOURCES
 from ..methods import METHODS
 from ..models.zoo import MODELS
-from ..simulation.client_metrics import METRICS
+from ..results.client_metrics import METRICS
 from ..testing.check import check_method, small_federation
 from ..trust.abilities import ABILITIES, abilities
 from .terminal import OUT, strip_markup

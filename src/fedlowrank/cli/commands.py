@@ -16,14 +16,14 @@ from rich.table import Table
 from ..adapters.deployment import Layout
 from ..config.comparison import PlannedRun, plan_runs, read_varied, refuse_conflicts
 from ..config.experiment import ExperimentConfig
-from ..config.merging import LaidTables, parse_overrides
+from ..config.reading.merging import LaidTables, parse_overrides
+from ..config.reading.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
 from ..config.stored_run import open_run, read_run_config
-from ..config.unread_overrides import COMPARED, SEVERAL_RUNS, TUNE, refuse_unread_overrides
 from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonFiniteError, TaskError
-from ..core.files import as_checkpoint_error, write_atomically
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
-from ..network.account import ACCOUNT, prepare_resume
+from ..network.persistence.account import ACCOUNT, prepare_resume
 from ..report import (
     Comparison,
     export_tensorboard,
@@ -34,16 +34,16 @@ from ..report import (
     write_report,
     write_values,
 )
-from ..report.gallery import SHEET
-from ..report.style import EMBEDDED_FONTS, Width
-from ..simulation.export import write
-from ..simulation.records import RoundRecord, RunRecord
-from ..simulation.run_files import run_folders
-from ..simulation.run_folder import RunFolder
-from ..simulation.simulate import simulate
-from .downloads import get_data
+from ..report.figures.gallery import SHEET
+from ..report.figures.style import EMBEDDED_FONTS, Width
+from ..results.records import RoundRecord, RunRecord
+from ..rounds.outcome.export import write
+from ..rounds.simulate import simulate
+from ..storage.run_files import run_folders
+from ..storage.run_folder import RunFolder
+from .download_command import get_data
+from .jobs.parallel import Outcome, State, run_parallel
 from .one_run import read_one, show_run
-from .parallel import Outcome, State, run_parallel
 from .terminal import INTERRUPT_HINTS, OUT
 
 MANY_CLIENTS, FEW_CLIENTS = 10, 4
@@ -357,7 +357,7 @@ def run_method(
     INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{allowing}")
     try:
         if experiment.run.engine == "flower":
-            from .network import run_simulation
+            from .deployment.network_commands import run_simulation
 
             run_simulation(experiment, name, folder, **how)
         else:

@@ -66,7 +66,7 @@ def show_fields(section: str | None) -> int:
     Raises:
         ConfigError: if there is none of this name.
     """
-    from ..config.field_help import format_field_help
+    from ..config.reading.field_help import format_field_help
 
     print(strip_markup(format_field_help((section or "").strip("[] "))))
     return 0

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.errors import FedlowrankError, did_you_mean
-from ..core.private_files import private_umask
+from ..core.io.private_files import private_umask
 from ..core.version import __version__
 
 OVERRIDES = "laid over the file: run.rounds=20 defaults.optimizer.lr=0.05"
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     add = command("new", "new:new", common, "a folder with an experiment, a model, data, a metric and a test")
     add("path", type=Path, metavar="NAME", help="of the folder to be made")
 
-    add = command("bench", "bench:bench", common, "time rounds on this machine against plain PyTorch")
+    add = command("bench", "bench_command:bench", common, "time rounds on this machine against plain PyTorch")
     add("--models", type=_split, help="comma-separated (default: all)")
     add("--engines", type=_split, default="sequential,vectorized", help="comma-separated")
     add("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
@@ -149,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     add("--without", type=int, action="append", default=[], metavar="CLIENT",
         help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
 
-    command("status", "status:show", several, "how runs stand, and which process writes them")
+    command("status", "deployment.status:show", several, "how runs stand, and which process writes them")
 
     add = command("report", "commands:report", several, "tables and pictures of finished runs")
     add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
@@ -175,7 +175,9 @@ def parser() -> argparse.ArgumentParser:
     add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
     add("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
 
-    add = command("predict", "predictions:predict", best, "what clients' models predict for their examples")
+    add = command(
+        "predict", "predict_command:predict", best, "what clients' models predict for their examples"
+    )
     add("--client", type=int, help="whose model (default: all clients)")
     add("--split", choices=["test", "val", "train"], default="test", help="which examples (default: test)")
     add("--series", help="which model of the method (default: its headline)")
@@ -183,20 +185,24 @@ def parser() -> argparse.ArgumentParser:
     add("--confusion", type=Path, dest="confusion_matrix", metavar="FILE",
         help="also draw the confusion matrix (.svg, .png or .pdf)")  # fmt: skip
 
-    add = command("adapters", "language:adapters", best, "PEFT adapter folders of server and clients")
+    add = command(
+        "adapters", "language_commands:adapters", best, "PEFT adapter folders of server and clients"
+    )
     add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
     add("--force", action="store_true", help="move an existing folder aside")
     add("--merged", action="store_true", help="also write the server's whole model")
     add("--rank", type=int, help="write the best adapters of this rank, and how far they are from the models")
 
-    add = command("score", "language:score", best, "score what a run's language models write")
+    add = command("score", "language_commands:score", best, "score what a run's language models write")
     add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
     add("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
     add("--model", action="append", default=[], dest="models",
         help="server, base or a client's number; may be repeated")  # fmt: skip
     add("-o", "--out", type=Path, help="also write the scores to this JSON file")
 
-    add = command("serve", "serving:serve", network, "run a method on clients that join over the network")
+    add = command(
+        "serve", "deployment.serving:serve", network, "run a method on clients that join over the network"
+    )
     add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--resume", action="store_true", help="go on with the run in that folder")
     add("--keys", type=Path, help="folder of the server's keys, made by `fedlowrank keys`")
@@ -204,7 +210,9 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
 
-    add = command("join", "network:join", network, "take part in a run as one of its clients")
+    add = command(
+        "join", "deployment.network_commands:join", network, "take part in a run as one of its clients"
+    )
     add("--client", type=int, required=True, help="which one, counted from 0")
     add("--data", type=Path, help="your own data, in the form of the experiment's source")
     add("--test", type=Path, help="your own test data, if the source takes such a path")
@@ -228,7 +236,9 @@ def parser() -> argparse.ArgumentParser:
     add("--forget", action="store_true", help="only remove data, states and models from the folder")
     add("--policy", type=Path, metavar="FILE.toml", help="refuse an experiment that this site does not allow")
 
-    add = command("poc", "poc:poc", common, "a server and three sites on this machine, for a trial")
+    add = command(
+        "poc", "deployment.poc:poc", common, "a server and three sites on this machine, for a trial"
+    )
     add(
         "file",
         type=Path,
@@ -240,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, help="keep everything in this folder (default: a temporary one)")
 
     about = "keys: of a server, of a site that asks to join, or of a whole federation for a trial"
-    add = command("keys", "keys:keys", common, about)
+    add = command("keys", "deployment.key_commands:keys", common, about)
     add("folder", type=Path, help="of the keys, made by `keys` or `keys --request`")
     add(
         "--clients",
@@ -267,9 +277,16 @@ def parser() -> argparse.ArgumentParser:
     add("--renew", action="store_true", help="a new certificate of the server, for the same or other hosts")
     add("--days", type=int, default=365, help="life of a certificate or key (default: %(default)s)")
 
-    command("privacy", "privacy:privacy", common, "what all runs of this site have spent of its privacy")
+    command(
+        "privacy",
+        "deployment.privacy_totals:privacy",
+        common,
+        "what all runs of this site have spent of its privacy",
+    )
 
-    add = command("app", "network:app", network, "a Flower app of an experiment, for `flwr run`")
+    add = command(
+        "app", "deployment.network_commands:app", network, "a Flower app of an experiment, for `flwr run`"
+    )
     add("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
 
     add = command("check", "catalog:check", common, "test your own method against the contract")
@@ -311,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     package, handler = __package__.partition(".")[0], _LogHandler()
     loggers = [
         logging.getLogger(f"{package}.{room}")
-        for room in ("cli", "config", "engines", "network", "simulation")
+        for room in ("cli", "config", "engines", "network", "results", "rounds", "storage")
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.files import as_checkpoint_error
+from ..core.io.atomic_files import as_checkpoint_error
 from .terminal import OUT
 
 ENDING = ".template"

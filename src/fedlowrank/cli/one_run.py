@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config.experiment import ExperimentConfig
-from ..config.merging import LaidTables
-from ..config.unread_overrides import SEVERAL_RUNS, refuse_unread_overrides
+from ..config.reading.merging import LaidTables
+from ..config.reading.unread_overrides import SEVERAL_RUNS, refuse_unread_overrides
 from ..report import comparison, render_terminal
-from ..simulation.records import RunRecord
+from ..results.records import RunRecord
 from .terminal import OUT
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..simulation.terminal import console
+from ..rounds.logs.console import console
 
 OUT = console()
 

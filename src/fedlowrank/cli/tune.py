@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..config.comparison import PlannedRun, find_changes, plan_runs, refuse_conflicts
 from ..config.experiment import ExperimentConfig
-from ..config.merging import LaidTables
-from ..config.tune_section import TuneSettings
+from ..config.reading.merging import LaidTables
+from ..config.reading.unread_overrides import COMPARED, refuse_unread_overrides
+from ..config.sections.tune_section import TuneSettings
 from ..config.tuning import (
     TUNED,
     Setting,
@@ -20,15 +21,14 @@ from ..config.tuning import (
     tune_settings,
     tuned_experiment,
 )
-from ..config.unread_overrides import COMPARED, refuse_unread_overrides
 from ..core.errors import ConfigError, did_you_mean
-from ..core.files import as_checkpoint_error, write_atomically
-from ..report.text_table import to_rich
-from ..report.tuning import tuning_csv, tuning_markdown, tuning_tables
-from ..simulation.records import RunRecord
-from ..simulation.run_folder import RunFolder
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..report.tables.text_table import to_rich
+from ..report.tables.tuning_table import tuning_csv, tuning_markdown, tuning_tables
+from ..results.records import RunRecord
+from ..storage.run_folder import RunFolder
 from .commands import run_planned, show_failures, write_comparison
-from .parallel import Outcome
+from .jobs.parallel import Outcome
 from .terminal import OUT
 
 SEEDS = "the seeds are those of [tune]. Write tune.seeds=[...] and tune.test_seeds=[...]."

@@ -10,26 +10,26 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.contract.method import ClientInfo
 from ..core.errors import ConfigError
 from ..core.key import Key
-from ..core.losses import Loss
-from ..core.method import ClientInfo
+from ..core.learning.losses import Loss
 from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
-from ..data.concept import Concept, apply_concept
 from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_client, subset
 from ..data.federation import Federation
-from ..data.own_partition import OwnPartition
-from ..data.partition import Partition
-from ..data.split import Split
-from ..data.user_arrays import TARGET_WARNINGS
-from ..language import federation as language_models
-from ..language.federation import Language, LanguageSettings
+from ..data.partitioning.concept import Concept, apply_concept
+from ..data.partitioning.own_partition import OwnPartition
+from ..data.partitioning.partition import Partition
+from ..data.partitioning.split import Split
+from ..data.user_data.user_arrays import TARGET_WARNINGS
+from ..language import text_federation as language_models
+from ..language.text_federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
 from ..models.zoo import ModelSettings
-from ..simulation.settings import RunSettings
-from .data_section import DataSettings
-from .lora_section import LoraSettings, PeftSettings, broadcast_ranks
+from ..rounds.run_settings import RunSettings
+from .sections.data_section import DataSettings
+from .sections.lora_section import LoraSettings, PeftSettings, broadcast_ranks
 
 
 class FederationSettings(Protocol):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError
-from ..simulation.records import RunRecord
-from ..simulation.run_folder import RunFolder
+from ..results.records import RunRecord
+from ..storage.run_folder import RunFolder
 from .experiment import ExperimentConfig
-from .merging import LaidTables, parse_value, parse_variation
+from .reading.merging import LaidTables, parse_value, parse_variation
 
 
 @dataclass(frozen=True)

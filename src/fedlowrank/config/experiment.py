@@ -12,30 +12,26 @@ import pydantic
 from pydantic import Field, field_serializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..core.arguments.user_code import import_named
+from ..core.contract.method import Method
 from ..core.errors import ConfigError, did_you_mean
-from ..core.losses import AUTO, Loss
-from ..core.method import Method
-from ..core.user_code import import_named
+from ..core.learning.losses import AUTO, Loss
 from ..data.augment import Augment
-from ..data.concept import CONCEPTS, Concept
 from ..data.federation import Federation
-from ..data.own_partition import OwnPartition, as_partition, is_own, read_own_partition
-from ..data.partition import PARTITIONS, Partition
-from ..data.split import SPLITS, Split
-from ..language.federation import Language, LanguageSettings
+from ..data.partitioning.concept import CONCEPTS, Concept
+from ..data.partitioning.own_partition import OwnPartition, as_partition, is_own, read_own_partition
+from ..data.partitioning.partition import PARTITIONS, Partition
+from ..data.partitioning.split import SPLITS, Split
 from ..language.peft_config import lora_config
+from ..language.text_federation import Language, LanguageSettings
 from ..methods import METHODS
 from ..models.fingerprint import describe_named
 from ..models.zoo import ModelSettings
-from ..simulation.config_changes import changes_of
-from ..simulation.settings import RunSettings
-from .alternatives import SECTIONS
+from ..rounds.config_changes import changes_of
+from ..rounds.run_settings import RunSettings
 from .assembly import Shares, assemble, load_language, share_data
-from .data_section import DataSettings
-from .lora_section import LoraSettings, PeftSettings
-from .merging import LaidTables, format_toml, merge_tables
-from .network_settings import NetworkSettings
-from .parsing import (
+from .reading.merging import LaidTables, format_toml, merge_tables
+from .reading.parsing import (
     CONFIG_ERROR,
     build,
     build_tagged,
@@ -44,9 +40,13 @@ from .parsing import (
     print_tagged,
     refuse_conversions,
 )
-from .reference import Reference
-from .tune_section import TuneSettings
-from .unread_overrides import refuse_overrides_of_other_methods
+from .reading.unread_overrides import refuse_overrides_of_other_methods
+from .sections.alternatives import SECTIONS
+from .sections.data_section import DataSettings
+from .sections.lora_section import LoraSettings, PeftSettings
+from .sections.network_section import NetworkSettings
+from .sections.reference_section import Reference
+from .sections.tune_section import TuneSettings
 
 TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
     "partition": (PARTITIONS, SECTIONS["partition"].default),
@@ -195,7 +195,7 @@ class ExperimentConfig(pydantic.BaseModel):
         return made
 
     def refuse_overrides_of_other_methods(self, laid: LaidTables, names: Sequence[str]) -> None:
-        """Refuse overrides of methods other than the named ones; see :mod:`.unread_overrides`."""
+        """Refuse overrides of methods other than the named ones; see :mod:`.reading.unread_overrides`."""
         given = {name: own.model_extra or {} for name, own in self.methods.items()}
         refuse_overrides_of_other_methods(laid.overrides, given, names)
 
@@ -387,7 +387,7 @@ class ExperimentConfig(pydantic.BaseModel):
         return load_language(self, classes)
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
-        """Entries of ``run.json`` besides what :func:`fedlowrank.simulation.simulate.describe_run` knows.
+        """Entries of ``run.json`` besides what :func:`fedlowrank.rounds.simulate.describe_run` knows.
 
         Args:
             name: of the method or variant that runs; by default the experiment's.

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
-from ..simulation.run import Run
-from ..simulation.run_files import CONFIG, read_config
-from ..simulation.simulate import reopen
+from ..rounds.run import Run
+from ..rounds.simulate import reopen
+from ..storage.run_files import CONFIG, read_config
 from .experiment import ExperimentConfig
 
 
@@ -20,7 +20,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
         python: what to do instead with a run that was made from Python, for the message.
         best: the round with the best validation, of a run with ``run.keep_best``, and not the last.
         allow_code: import the Python code that the stored configuration names; see
-            :mod:`fedlowrank.core.user_code`.
+            :mod:`fedlowrank.core.arguments.user_code`.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed.

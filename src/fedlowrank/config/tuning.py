@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, ConfigError
-from ..simulation.measurements import ACCURACY, LOSS, mean_over_clients
-from ..simulation.records import RoundRecord, RunRecord, describe_missing
+from ..results.measurements import ACCURACY, LOSS, mean_over_clients
+from ..results.records import RoundRecord, RunRecord, describe_missing
 from .comparison import PlannedRun
 from .experiment import ExperimentConfig, MethodSettings
-from .merging import join_fields, merge_tables
-from .parsing import print_fields
-from .tune_section import TuneSettings
+from .reading.merging import join_fields, merge_tables
+from .reading.parsing import print_fields
+from .sections.tune_section import TuneSettings
 
 TUNED = "-tuned"
 """End of the name of an experiment with chosen settings."""
@@ -168,7 +168,7 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
     Args:
         run: that has finished.
         at: ``last`` or ``best``, the evaluated round.
-        series: which models; see :class:`.tune_section.TuneSettings`.
+        series: which models; see :class:`.sections.tune_section.TuneSettings`.
 
     Returns:
         The score, or None if it is not finite.

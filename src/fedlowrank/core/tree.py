@@ -20,8 +20,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from . import safetensors_writer as one_buffer
 from .errors import FedlowrankError
+from .io import safetensors_writer as one_buffer
 
 T = TypeVar("T")
 

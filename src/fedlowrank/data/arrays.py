@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import DataError, did_you_mean
-from ..core.field_checks import CheckedFields
-from .checks import describe_array
 from .dataset import Dataset, Examples
-from .files import check_file, expand_path
+from .download.data_files import check_file, expand_path
 from .input_types import InputTypes
-from .user_arrays import target_hint, target_warning
+from .partitioning.checks import describe_array
+from .user_data.user_arrays import target_hint, target_warning
 
 Layout = Literal["as_is", "hw", "hwc"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.bounds import check_minimum
+from ..core.arguments.bounds import check_minimum
+from ..core.arguments.field_checks import CheckedFields
+from ..core.arguments.switch import Switch, check_switch
 from ..core.errors import ConfigError, DataError
-from ..core.field_checks import CheckedFields
-from ..core.switch import Switch, check_switch
 from .dataset import Inputs, Stored
 
 

@@ -9,11 +9,11 @@ import torch
 
 from ..core.errors import DataError
 from ..core.key import Key
-from .apportion import IntArray, Parts
 from .dataset import ClientData, Dataset, Examples
-from .own_partition import PartitionFunction, as_partition
-from .partition import Partition
-from .split import Pool, Split
+from .partitioning.apportion import IntArray, Parts
+from .partitioning.own_partition import PartitionFunction, as_partition
+from .partitioning.partition import Partition
+from .partitioning.split import Pool, Split
 
 
 def make_clients(
@@ -23,7 +23,7 @@ def make_clients(
 
     Args:
         dataset: whose examples are assigned.
-        partition: who gets which; or a function of your own, see :class:`.own_partition.OwnPartition`.
+        partition: who gets which; or a function of your own, see :class:`.partitioning.own_partition.OwnPartition`.
         split: of each client's examples.
         key: randomness.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.key import Key
-from .checks import check_finite_values, chunks, describe_array
+from .partitioning.checks import check_finite_values, chunks, describe_array
 from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]

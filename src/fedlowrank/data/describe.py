@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..core.errors import DataError
-from .apportion import IntArray
 from .dataset import ClientData
+from .partitioning.apportion import IntArray
 
 # More columns do not fit a terminal, and more bubbles are too small to compare.
 _MAX_COLUMNS = 12

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.bounds import check_minimum
+from ..core.arguments.bounds import check_minimum
+from ..core.arguments.field_checks import check_arguments
+from ..core.contract.method import ClientInfo, Task
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean, warn_user
-from ..core.field_checks import check_arguments
 from ..core.key import Key
-from ..core.losses import AUTO, Loss, as_loss, class_axis
-from ..core.method import ClientInfo, Task
+from ..core.learning.losses import AUTO, Loss, as_loss, class_axis
 from ..core.tree import Params
 from ..models.architecture import (
     Architecture,
@@ -28,13 +28,13 @@ from ..models.architecture import (
     looks_up_ids,
 )
 from .augment import NO_AUGMENT, Augment
-from .columns import Columns
 from .dataset import ClientData, Examples
 from .input_types import InputTypes, convert_named_input, is_image, is_whole
-from .partitions import read_partitions
+from .partitioning.partitions import read_partitions
 from .pixels import Pixels, pack
 from .targets import check_scores, fit_loss
-from .user_arrays import (
+from .user_data.columns import Columns
+from .user_data.user_arrays import (
     TARGET_WARNINGS,
     class_names,
     client_from_arrays,
@@ -42,8 +42,8 @@ from .user_arrays import (
     label_warning,
     target_warning,
 )
-from .user_clients import read_user_clients
-from .user_labels import number_labels, number_words
+from .user_data.user_clients import read_user_clients
+from .user_data.user_labels import number_labels, number_words
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Companion(Protocol):
         ...
 
     def write(self, run: Any, folder: Path, merged: bool = False) -> list[Path]:
-        """Export the models of a :class:`fedlowrank.simulation.run.Run` for other libraries.
+        """Export the models of a :class:`fedlowrank.rounds.run.Run` for other libraries.
 
         Returns:
             The folders of the models.

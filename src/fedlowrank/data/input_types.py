@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DataError
-from .checks import chunks
+from .partitioning.checks import chunks
 
 _IMAGE_AXES = 3
 """From [n, height, width] on, bytes are pixels even where a model looks up whole numbers."""

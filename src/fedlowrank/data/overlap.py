@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core.files import as_checkpoint_error
+from ..core.io.atomic_files import as_checkpoint_error
 from .dataset import Examples
 
 SKETCH = 1024

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DataError
-from .checks import chunks, describe_array
+from .partitioning.checks import chunks, describe_array
 
 LEVELS = 256
 """Number of values that a byte can stand for."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from .arrays import Arrays
-from .bundled import BreastCancer, Digits, Iris, Wine
-from .cifar import Cifar10, Cifar100
-from .csv_table import Csv
 from .dataset import Dataset
-from .huggingface import HuggingFace
-from .idx import Mnist
-from .images import Folder
-from .leaf import Femnist
-from .shakespeare import Shakespeare
-from .synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
+from .datasets.bundled import BreastCancer, Digits, Iris, Wine
+from .datasets.cifar import Cifar10, Cifar100
+from .datasets.csv_table import Csv
+from .datasets.huggingface import HuggingFace
+from .datasets.idx import Mnist
+from .datasets.images import Folder
+from .datasets.leaf import Femnist
+from .datasets.shakespeare import Shakespeare
+from .datasets.synthetic import LowRankTeacher, SyntheticLinear, SyntheticMLP
 
 
 class Source(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, TaskError
-from ..core.losses import OF_LABELS, OF_REAL_TARGETS, Loss, class_axis
-from .checks import describe_array
+from ..core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss, class_axis
 from .dataset import ClientData, Examples
+from .partitioning.checks import describe_array
 
 
 def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) -> Loss:

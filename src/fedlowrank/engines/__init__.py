@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .auto import Auto
-from .base import Engine
+from .engine import Engine
 from .processes import Processes
 from .ray_cluster import Ray
 from .sequential import Sequential, Wire

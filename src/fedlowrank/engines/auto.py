@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from ..core.method import Task
+from ..core.contract.method import Task
 from ..data.federation import Federation
 from ..training.flops import forward_flops
-from .base import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import AnyMethod, ClientJob, ClientResult, Engine
 from .processes import Processes, can_fork, cores
 from .sequential import Sequential
 from .vectorized import Vectorized

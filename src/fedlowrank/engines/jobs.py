@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import overload
 
-from ..core.method import ClientInfo
-from .base import ClientJob
+from ..core.contract.method import ClientInfo
+from .engine import ClientJob
 
 
 class LazyJobs(Sequence[ClientJob]):

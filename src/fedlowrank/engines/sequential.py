@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core import tree
+from ..core.contract.method import Task
 from ..core.errors import NonFiniteError
-from ..core.method import Task
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .base import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import AnyMethod, ClientJob, ClientResult, Engine
 
 
 @dataclass

@@ -27,8 +27,8 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract.method import PaddedDimensions, Request, Task
 from ..core.errors import NonFiniteError
-from ..core.method import PaddedDimensions, Request, Task
 from ..data.federation import Federation
 from ..training.captured_variables import code_of, identity
 from ..training.cohort import padded_axes, train_cohort
@@ -36,7 +36,7 @@ from ..training.feed import BufferPool
 from ..training.stacked import UnsupportedError
 from ..training.steps import refill
 from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
-from .base import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import AnyMethod, ClientJob, ClientResult, Engine
 
 CACHE = 8 << 20
 """Bytes of stacked parameters and constants on a CPU; a larger stack leaves the cache between steps."""

@@ -12,11 +12,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..adapters.adapted_layers import PEFT_PREFIX, AdaptedLayer
+from ..adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer
 from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair, zero_pad_pair
-from .base import HEAD_NAMES
+from .base_model import HEAD_NAMES
 from .optional import import_library, quiet
 from .peft_adapter import ADAPTER
 
@@ -53,7 +53,7 @@ def write_adapter(
         config: ``peft_config["default"]`` of the model, where PEFT has settled the target modules.
         layers: the adapted layers (``find_lora(model, None).layers``).
         base_name: of the base, as the user gave it.
-        digest: of the base's weights (:func:`fedlowrank.language.base.digest_weights`).
+        digest: of the base's weights (:func:`fedlowrank.language.base_model.digest_weights`).
         head: all tensors of a classification head, by their names in the base.
         whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
         round: that the adapter is from, counted from 0.

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.adapted_layers import PEFT_PREFIX
-from ..adapters.lora import LoRA, find_lora
-from ..adapters.rank_limits import warn_lowered_ranks
+from ..adapters.lora.adapted_layers import PEFT_PREFIX
+from ..adapters.lora.lora_factors import LoRA, find_lora
+from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
 from .artifacts import METADATA, merge_update, save_model, write_adapter
-from .base import LoadedBase, digest_weights
+from .base_model import LoadedBase, digest_weights
 from .peft_adapter import ADAPTER
 
 COMMON = "base"

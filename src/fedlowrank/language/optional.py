@@ -24,7 +24,7 @@ def import_library(module: str, purpose: str, install: str = "'fedlowrank[langua
 def quiet(library: Any) -> Iterator[None]:
     """Silence progress bars and warnings of ``transformers`` within a block, then restore the settings.
 
-    Loading prints a table of missing weights, which :class:`fedlowrank.language.base.LoadedBase` notes.
+    Loading prints a table of missing weights, which :class:`fedlowrank.language.base_model.LoadedBase` notes.
     """
     log = library.utils.logging
     before, bars = log.get_verbosity(), log.is_progress_bar_enabled()

@@ -2,7 +2,7 @@
 
 A model has a single adapter. Clients' states are :data:`~fedlowrank.linalg.pair.Factors`; they enter the
 model as arguments of ``torch.func.functional_call`` under the names of
-:class:`~fedlowrank.adapters.adapted_layers.AdaptedLayer`, at any rank.
+:class:`~fedlowrank.adapters.lora.adapted_layers.AdaptedLayer`, at any rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..adapters.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
-from ..adapters.lora import find_lora
-from ..adapters.rank_limits import warn_lowered_ranks
+from ..adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
+from ..adapters.lora.lora_factors import find_lora
+from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..linalg.pair import Factors, Pair, truncate_pair
@@ -38,7 +38,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
         model: a base without adapters; a ``transformers`` model or any module.
         config: of :func:`.peft_config.lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
             is ``peft_config["default"]`` of the result. A rank above what a layer can have is lowered there,
-            with a warning, as by :func:`fedlowrank.adapters.lora_layers.add_lora`.
+            with a warning, as by :func:`fedlowrank.adapters.lora.lora_layers.add_lora`.
         key: of the factor that is random, see :func:`initial_peft_factors`. torch's global generator is as before.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
 

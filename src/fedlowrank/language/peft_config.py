@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..adapters.adapted_layers import is_gaussian_initial
-from ..core.bounds import check_minimum
+from ..adapters.lora.adapted_layers import is_gaussian_initial
+from ..core.arguments.bounds import check_minimum
 from ..core.errors import ConfigError, did_you_mean
 from .optional import import_library
 

@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import ConfigError, TaskError, did_you_mean
-from ..core.field_checks import CheckedFields
 from ..core.tree import tree
 from .factored import Factored
 from .pair import Pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.method import Method
+from ..core.contract.method import Method
 from .apfl import APFL
 from .ditto import Ditto
 from .ensemble import Ensemble

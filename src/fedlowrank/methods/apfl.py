@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.optimizer import Group
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import task_loss
+from ..core.learning.optimizer import Group
 from ..core.tree import Params, map, tree, widen
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.client_model import ClientModel
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
+from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 
 

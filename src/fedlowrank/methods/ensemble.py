@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..adapters.router import Router
-from ..core.client_model import ClientModel
-from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.model import Model
+from ..adapters.mixtures.router import Router
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract.model import Model
+from ..core.contract.update import Update
 from ..core.tree import Params, map, tree
-from ..core.update import Update
 from .families.clusters import (
     Apply,
     by_cluster,

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.contribution import Each
-from ..core.loss import soft_cross_entropy, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Each
+from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
+from ..core.contract.update import Update
+from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree, widen
-from ..core.update import Update
 
 
 @tree

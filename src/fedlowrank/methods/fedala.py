@@ -30,11 +30,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.loss import supervised_loss, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.model import Model
-from ..core.optimizer import SGD
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract.model import Model
+from ..core.learning.batch_losses import supervised_loss, task_loss
+from ..core.learning.optimizer import SGD
 from ..core.tree import Params, map, tree
 
 

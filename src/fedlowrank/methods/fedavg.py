@@ -8,7 +8,7 @@ B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. AISTATS 2017. a
 
 The mean is over the sampled clients, as in the paper's fourth version; ``weighting = "uniform"`` gives every
 client the same. BatchNorm normalizes by the batch in training and by each client's own statistics at
-inference, which are neither averaged nor sent (:mod:`fedlowrank.models.normalization`); its scales and shifts
+inference, which are neither averaged nor sent (:mod:`fedlowrank.models.statistics.normalization`); its scales and shifts
 are averaged as any parameter.
 """
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.contribution import Mean
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.contribution import Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.method import ClientInfo, Method, ServerView, Task
+from ..core.contract.method import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 

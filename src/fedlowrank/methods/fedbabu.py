@@ -25,10 +25,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import Optimizer, refuse_keep
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientView, Method, Pass, ServerView, Task
+from ..core.learning.batch_losses import task_loss
+from ..core.learning.optimizer import Optimizer, refuse_keep
 from ..core.tree import Params
 
 

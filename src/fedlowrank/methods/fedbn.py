@@ -9,7 +9,7 @@ X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou. ICLR 2021. arXiv:2102.07623, Algorit
 
 A client infers with θ as aggregated after the round and its own b_k. The running statistics, which the paper
 keeps local too, are each client's own in every method of this package
-(:mod:`fedlowrank.models.normalization`); what FedBN adds are local scales and shifts. Departure: the paper's
+(:mod:`fedlowrank.models.statistics.normalization`); what FedBN adds are local scales and shifts. Departure: the paper's
 mean is uniform; here it is weighted by n_k, as for FedAvg. Choices: all b_k begin with the common initial
 weights. ``layers = "all"`` keeps those of group, layer and instance normalization local as well. A model
 without such layers is accepted with a remark and not refused: nothing stays at the client, so the run is
@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.client_model import ClientModel
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.model import Model
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.model import Model
+from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
-from ..models.normalization import normalization_parameters
+from ..models.statistics.normalization import normalization_parameters
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.contract.update import Update
+from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
-from ..core.update import Update
 
 
 @tree

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.client_model import ClientModel
-from ..core.loss import mean_loss
-from ..core.losses import class_axis
-from ..core.method import Batch, ClientView, Method, ServerView, Task
-from ..core.model import Model
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientView, Method, ServerView, Task
+from ..core.contract.model import Model
+from ..core.learning.batch_losses import mean_loss
+from ..core.learning.losses import class_axis
 from ..core.tree import Params
 from .families.clusters import even, initial_models, losses_of
 

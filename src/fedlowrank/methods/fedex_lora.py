@@ -16,16 +16,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapters.lora import LoRA, lora_of
+from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors
-from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Each, Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.update import Update
 from ..core.tree import Params, cast_like, tree, widen
-from ..core.update import Update
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, Ledger, weigh_factors
-from .families.lora import (
+from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
+from .families.lora_family import (
     Leaves,
     Message,
     Scaling,
@@ -37,7 +38,6 @@ from .families.lora import (
     read_factors,
     train_leaves,
 )
-from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
 
 
 @tree

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapters.lora import lora_of
-from ..core.client_model import ClientModel
+from ..adapters.lora.lora_factors import lora_of
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.update import Update
 from ..core.errors import ConfigError
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
-from ..core.update import Update
 from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
@@ -44,15 +44,6 @@ from .families.effective_delta import (
     weighted_sum,
     whole,
 )
-from .families.lora import (
-    Message,
-    Scaling,
-    Tuning,
-    initial_factors,
-    rank_of_factors,
-    read_factors,
-    train_leaves,
-)
 from .families.lora_clients import (
     adapted_model,
     collect_factors,
@@ -60,6 +51,15 @@ from .families.lora_clients import (
     initial_rest,
     leaves_of_message,
     reply,
+)
+from .families.lora_family import (
+    Message,
+    Scaling,
+    Tuning,
+    initial_factors,
+    rank_of_factors,
+    read_factors,
+    train_leaves,
 )
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..adapters.lora import lora_of
-from ..core.method import Method, ServerView, Task
+from ..adapters.lora.lora_factors import lora_of
+from ..core.contract.method import Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
-from .families.lora import Message, Scaling, Tuning, initial_factors
 from .families.lora_clients import (
     average_factors,
     describe_ranks,
@@ -29,6 +28,7 @@ from .families.lora_clients import (
     train_factors,
     update_of_factors,
 )
+from .families.lora_family import Message, Scaling, Tuning, initial_factors
 
 
 @tree

@@ -31,13 +31,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean
+from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
+from ..core.contract.update import Update
 from ..core.errors import ConfigError
-from ..core.loss import kl_divergence, square_error, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
+from ..core.learning.batch_losses import kl_divergence, square_error, task_loss
 from ..core.tree import Params, add, nbytes, sub, tree
-from ..core.update import Update
 from ..linalg.factored import CompressedUpdate, Factored, compress_update, decompress_update
 
 

@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.contribution import Mean
+from ..core.contract.contribution import Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.contract.update import Update
 from ..core.errors import ConfigError
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
-from ..core.optimizer import SGD, AdamW
+from ..core.learning.batch_losses import supervised_loss
+from ..core.learning.optimizer import SGD, AdamW
 from ..core.tree import Params, add, cast_like, map, sub, widen, zeros_like
-from ..core.update import Update
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.method import ClientInfo, Method, ServerView, Task
+from ..core.contract.method import ClientInfo, Method, ServerView, Task
 from ..core.tree import Params, add, cast_like, map, sub, tree, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.loss import supervised_loss
-from ..core.method import ClientView, Method, ServerView
+from ..core.contract.method import ClientView, Method, ServerView
+from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 from .families.personal_head import body_with_head, initial_body, initial_head
 

@@ -26,13 +26,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.contribution import Sum
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Sum
+from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
+from ..core.contract.update import Update
 from ..core.errors import TaskError
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
+from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree, widen
-from ..core.update import Update
 
 
 @tree

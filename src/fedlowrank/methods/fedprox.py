@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.loss import supervised_loss
-from ..core.method import ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.contract.method import ClientView, Method, ProximalTerm, ServerView, Task
+from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
 
 

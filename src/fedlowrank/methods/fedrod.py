@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.client_model import ClientModel
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, add, map, numel, tree, wide_type, zeros_like
 
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..adapters.lora import lora_of
-from ..core.client_model import ClientModel
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..adapters.lora.lora_factors import lora_of
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
-from .families.lora import Leaves, Message, Tuning, initial_factors, read_factors, train_leaves
 from .families.lora_clients import (
     adapted_model,
     average_factors,
@@ -27,6 +26,7 @@ from .families.lora_clients import (
     send_factors,
     update_of_factors,
 )
+from .families.lora_family import Leaves, Message, Tuning, initial_factors, read_factors, train_leaves
 
 
 @tree

@@ -31,11 +31,11 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean, mean
-from ..core.loss import supervised_loss, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
-from ..core.optimizer import SGD, Optimizer, Schedule
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Each, Mean, mean
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
+from ..core.learning.batch_losses import supervised_loss, task_loss
+from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, widen, zeros_like
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (
@@ -49,7 +49,7 @@ from ..linalg.nuclear_norm import (
     warn_if_all_zero,
 )
 from ..linalg.svt import soft_threshold
-from ..models.normalization import zero_normalizations
+from ..models.statistics.normalization import zero_normalizations
 
 
 @tree

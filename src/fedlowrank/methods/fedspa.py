@@ -38,14 +38,14 @@ import torch
 from torch import Tensor
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Each, Mean
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract.update import Update
 from ..core.errors import TaskError
-from ..core.loss import supervised_loss, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import SGD
+from ..core.learning.batch_losses import supervised_loss, task_loss
+from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
-from ..core.update import Update
 from ..linalg.matricize import Sparse
 
 Masks = dict[str, Tensor]

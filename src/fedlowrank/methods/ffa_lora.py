@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..adapters.lora import lora_of
-from ..core.client_model import ClientModel
+from ..adapters.lora.lora_factors import lora_of
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
-from ..core.method import ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
-from .families.lora import Leaves, Message, Tuning, initial_factors, train_leaves
 from .families.lora_clients import (
     adapted_model,
     average_factors,
@@ -30,6 +29,7 @@ from .families.lora_clients import (
     send_factors,
     update_of_factors,
 )
+from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
 
 
 @tree

@@ -15,13 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapters.lora import lora_of
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..adapters.lora.lora_factors import lora_of
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
-from .families.lora import Message, Scaling, Tuning, initial_factors, rank_of_factors
 from .families.lora_clients import (
     collect_factors,
     describe_ranks,
@@ -30,6 +29,7 @@ from .families.lora_clients import (
     train_factors,
     update_of_factors,
 )
+from .families.lora_family import Message, Scaling, Tuning, initial_factors, rank_of_factors
 
 
 @tree

@@ -17,15 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapters.lora import LoRA, lora_of
+from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors
-from ..core.client_model import ClientModel
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.update import Update
 from ..core.tree import Params, tree
-from ..core.update import Update
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, Ledger, weigh_factors
-from .families.lora import (
+from .families.lora_clients import collect_factors, describe_ranks, reply
+from .families.lora_family import (
     Leaves,
     Message,
     Scaling,
@@ -35,7 +36,6 @@ from .families.lora import (
     rank_of_factors,
     train_leaves,
 )
-from .families.lora_clients import collect_factors, describe_ranks, reply
 
 
 @tree

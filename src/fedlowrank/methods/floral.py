@@ -27,18 +27,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.adapted_parameters import KINDS, Kind, warn_adapted_ranks
-from ..adapters.budget import adaptor_warnings
-from ..adapters.mixture import EPS, Construction, Factor, check_ranks_or_budgets
-from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights
-from ..adapters.router import Router
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
-from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import SGD, Optimizer
-from ..core.server_optimizer import Memory, check_server_optimizer, fresh_memory, server_step
+from ..adapters.mixtures.adapted_parameters import KINDS, Kind, warn_adapted_ranks
+from ..adapters.mixtures.mixture import EPS, Construction, Factor, check_ranks_or_budgets
+from ..adapters.mixtures.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights
+from ..adapters.mixtures.parameter_budget import adaptor_warnings
+from ..adapters.mixtures.router import Router
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.contract.update import Update
+from ..core.learning.optimizer import SGD, Optimizer
+from ..core.learning.server_optimizer import Memory, check_server_optimizer, fresh_memory, server_step
 from ..core.tree import cast_like, tree, widen
-from ..core.update import Update
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
     by_cluster,

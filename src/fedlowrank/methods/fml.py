@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.loss import kl_divergence, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import kl_divergence, task_loss
 from ..core.tree import Params, tree
 
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.optimizer import SGD, Optimizer, Schedule
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import supervised_loss
+from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, widen
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (

@@ -25,16 +25,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..adapters.lora import average_present_components, lora_of
-from ..core.client_model import ClientModel
-from ..core.contribution import Each, Mean, Sum
-from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
-from ..core.switch import refuse_unread_field
+from ..adapters.lora.lora_factors import average_present_components, lora_of
+from ..core.arguments.switch import refuse_unread_field
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Each, Mean, Sum
+from ..core.contract.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
+from ..core.contract.update import Update
 from ..core.tree import Params, cast_like, tree, widen
-from ..core.update import Update
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
-from .families.lora import (
+from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
+from .families.lora_family import (
     Leaves,
     Message,
     Scaling,
@@ -49,7 +50,6 @@ from .families.lora import (
     train_leaves,
     truncate_factors,
 )
-from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
 
 
 @tree

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.loss import sum_losses, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.update import Update
+from ..core.learning.batch_losses import sum_losses, task_loss
 from ..core.tree import Params, map, tree
-from ..core.update import Update
 from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.adapted_parameters import KINDS, Kind, warn_adapted_ranks
-from ..adapters.budget import adaptor_warnings
-from ..adapters.mixture import EPS, Construction, check_ranks_or_budgets
-from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
-from ..core.client_model import ClientModel
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..adapters.mixtures.adapted_parameters import KINDS, Kind, warn_adapted_ranks
+from ..adapters.mixtures.mixture import EPS, Construction, check_ranks_or_budgets
+from ..adapters.mixtures.mixture_adaptors import Adaptors, initial_adaptors, mix_weights
+from ..adapters.mixtures.parameter_budget import adaptor_warnings
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 

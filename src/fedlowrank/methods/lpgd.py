@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..adapters.adaptable import refuse_computed_weights
-from ..core.contribution import Mean
-from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.optimizer import SGD, Optimizer, Schedule
+from ..core.contract.contribution import Mean
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import supervised_loss
+from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, penalized_names, refuse_complex
 

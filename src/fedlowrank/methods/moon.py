@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
 
 

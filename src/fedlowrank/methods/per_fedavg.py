@@ -28,12 +28,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
-from ..core.loss import gradient, supervised_loss, task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import SGD, Optimizer
-from ..core.switch import Switch, check_switch
+from ..core.arguments.switch import Switch, check_switch
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.learning.batch_losses import gradient, supervised_loss, task_loss
+from ..core.learning.optimizer import SGD, Optimizer
 from ..core.tree import Params, add, dot, map, sub
 
 

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from ..adapters.pfedlora_adapter import PFedLoRAAdapter, initial_adapter, initial_adapter_from_head
-from ..core.client_model import ClientModel
-from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import Optimizer
+from ..core.contract.client_model import ClientModel
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.learning.batch_losses import task_loss
+from ..core.learning.optimizer import Optimizer
 from ..core.tree import Params
 
 

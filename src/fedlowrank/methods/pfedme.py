@@ -31,11 +31,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean
-from ..core.loss import gradient, supervised_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.optimizer import SGD
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.learning.batch_losses import gradient, supervised_loss
+from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, map, square_distance, sub, widen
 
 

@@ -18,16 +18,16 @@ from ..core.key import Key
 from ..core.tree import Params
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
-from .local_statistics import LocalStatistics, current_statistics
-from .normalization import (
+from .standard import HOOKS, has_hooks, is_standard
+from .stateless import SavedSlots, restore_slots, unchanged
+from .statistics.local_statistics import LocalStatistics, current_statistics
+from .statistics.normalization import (
     FunctionalModule,
     batch_normalizations,
     frozen_normalizations,
     refuse_instance_statistics,
 )
-from .pooled_statistics import Chunks
-from .standard import HOOKS, has_hooks, is_standard
-from .stateless import SavedSlots, restore_slots, unchanged
+from .statistics.pooled_statistics import Chunks
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Architecture:
             :meth:`with_running_statistics`.
         frozen: batch normalizations that the module keeps in evaluation mode.
         statistics: names of the running statistics of batch normalizations, which are local; see
-            :mod:`.normalization`.
+            :mod:`.statistics.normalization`.
         buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
 
     Raises:

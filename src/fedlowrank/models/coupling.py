@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.contract.model import Model
 from ..core.key import Key
-from ..core.model import Model
 from ..core.tree import Params
 from .architecture import Architecture
-from .normalization import batch_normalizations
+from .statistics.normalization import batch_normalizations
 
 _KEY = Key(("coupling",))
 _TRIALS = 3

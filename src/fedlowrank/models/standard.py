@@ -52,7 +52,7 @@ LAYERS: frozenset[type[nn.Module]] = frozenset(
 A subclass does not count: it may do anything.
 """
 
-OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora_layers", "fedlowrank.testing.check")
+OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora.lora_layers", "fedlowrank.testing.check")
 """Where this package's layers are defined. Their ``forward`` is deterministic."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -10,15 +10,15 @@ from typing import ClassVar
 
 from torch import nn
 
+from ..core.arguments.field_checks import CheckedFields
+from ..core.arguments.switch import Switch, refuse_unread_field
+from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError, did_you_mean
-from ..core.field_checks import CheckedFields
-from ..core.switch import Switch, refuse_unread_field
-from ..core.user_code import import_named
-from .char_lstm import CharLSTM
-from .cnn import CNN, FAMILY, FloralCNN
-from .mlp import MLP, LinearModel
-from .resnet import RESNETS, ResNet18
-from .vgg import VGG8
+from .architectures.char_lstm import CharLSTM
+from .architectures.cnn import CNN, FAMILY, FloralCNN
+from .architectures.mlp import MLP, LinearModel
+from .architectures.resnet import RESNETS, ResNet18
+from .architectures.vgg import VGG8
 
 Shape = tuple[int, ...]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..core.method import ClientInfo, Pass
-from ..core.model import Model
-from ..simulation.client_metrics import Metric
-from ..simulation.evaluation import SPLITS
-from ..simulation.measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block
+from ..core.contract.method import ClientInfo, Pass
+from ..core.contract.model import Model
+from ..results.client_metrics import Metric
+from ..results.evaluation import SPLITS
+from ..results.measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block
 from .messages import Answer, MessageError
 from .validation.uploads import RefusedReplyError
 

@@ -2,7 +2,7 @@
 
 FOLDER/client.json    the number of the client, and the experiment
 FOLDER/data.tree      its examples, as the experiment prepares them
-FOLDER/RUN/           its states in a run, see :mod:`.client_memory`
+FOLDER/RUN/           its states in a run, see :mod:`.persistence.client_memory`
 FOLDER/RUN/model/     its model, at the end of the run
 FOLDER/site.json      what the server has asked, see :mod:`.site.allowance`
 FOLDER/audit.jsonl    what left, and what was refused, see :mod:`.site.audit_log`
@@ -27,31 +27,31 @@ from filelock import FileLock
 from ..config.assembly import Shares, assemble
 from ..config.experiment import ExperimentConfig
 from ..core import tree
+from ..core.contract.method import Method
 from ..core.errors import CheckpointError, ConfigError
-from ..core.files import as_checkpoint_error, write_atomically, write_json
-from ..core.method import Method
-from ..core.private_files import make_private_folder, refuse_readable
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically, write_json
+from ..core.io.private_files import make_private_folder, refuse_readable
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..data.overlap import sketch_examples
-from ..engines.base import ClientJob
+from ..engines.engine import ClientJob
 from ..engines.sequential import Sequential
-from ..simulation.averaged_statistics import average_statistics
-from ..simulation.client_metrics import choose_metrics
-from ..simulation.digest import check_seal, digest_of, seal
-from ..simulation.evaluation import evaluate_client
-from ..simulation.local_model import LocalModel, local_model
-from ..simulation.measurements import Block
-from ..simulation.participants import Participants
-from ..simulation.preparation import check_parts, place_data
-from ..simulation.run_files import LEDGER
-from ..simulation.run_folder import versions
-from ..trust.budget import Budget
+from ..results.client_metrics import choose_metrics
+from ..results.evaluation import evaluate_client
+from ..results.local_model import LocalModel, local_model
+from ..results.measurements import Block
+from ..rounds.participation.participants import Participants
+from ..rounds.setup.averaged_statistics import average_statistics
+from ..rounds.setup.preparation import check_parts, place_data
+from ..storage.digest import check_seal, digest_of, seal
+from ..storage.run_files import LEDGER
+from ..storage.run_folder import versions
+from ..trust.privacy.budget import Budget
+from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from ..trust.protection import protect
 from ..trust.secure_sums import FixedPoint
-from ..trust.site_ledger import SiteLedger, SiteRun
-from .client_memory import ClientMemory, ForgottenError
 from .messages import Answer, Order, RefusedOrderError, Registration, RegistrationRequest, sections
+from .persistence.client_memory import ClientMemory, ForgottenError
 from .secure.contributions import contribution_of, grid_of, vector_of
 from .secure.distributed_noise import DistributedNoise, describe_collusion
 from .secure.participation import Participation
@@ -59,8 +59,8 @@ from .secure.signing import MemberKeys, MemberSigner
 from .site.allowance import Allowance, Asked, most_trainings
 from .site.audit_log import AUDIT, SiteAudit, explain
 from .site.evaluations import coarsen, coarsen_losses
-from .site.settings import SiteSettings
 from .site.signatures import check_signature, payload_digest
+from .site.site_settings import SiteSettings
 
 logger = logging.getLogger(__name__)
 

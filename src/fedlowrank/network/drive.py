@@ -11,28 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from ..config.experiment import ExperimentConfig
+from ..core.contract.returned import check_client_model
 from ..core.errors import CheckpointError, ConfigError
-from ..core.files import as_checkpoint_error
-from ..core.returned import check_client_model
-from ..engines.base import client_view
+from ..core.io.atomic_files import as_checkpoint_error
+from ..engines.engine import client_view
 from ..engines.sequential import Sequential
-from ..simulation.callbacks import settings_callbacks
-from ..simulation.checkpoint import rounds_kept
-from ..simulation.digest import digest_of
-from ..simulation.loggers import check_loggers
-from ..simulation.plan import Plan, rounds_of
-from ..simulation.records import RoundRecord
-from ..simulation.restore import restore_run
-from ..simulation.result import Result
-from ..simulation.round_loop import rounds
-from ..simulation.run_folder import RunFolder
-from ..simulation.simulate import run_description, threads
-from ..trust.site_ledger import SiteLedger, SiteRun
-from .account import Account
-from .audit import Audit
+from ..results.records import RoundRecord
+from ..rounds.callbacks import settings_callbacks
+from ..rounds.logs.loggers import check_loggers
+from ..rounds.outcome.result import Result
+from ..rounds.plan import Plan, rounds_of
+from ..rounds.restore import restore_run
+from ..rounds.round_loop import rounds
+from ..rounds.simulate import run_description, threads
+from ..storage.checkpoint import rounds_kept
+from ..storage.digest import digest_of
+from ..storage.run_folder import RunFolder
+from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .network_run import NetworkRun
 from .operation.fall import PausedError, describe_fall, find_fall, suspects, worst_shapes
-from .registry import ClientRegistry
+from .persistence.account import Account
+from .persistence.audit import Audit
+from .persistence.registry import ClientRegistry
 from .secure.signing import MemberKeys
 from .server import NetworkEngine, NetworkError
 from .site.signatures import OrderSigner

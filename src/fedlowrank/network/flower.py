@@ -38,10 +38,10 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from ..config.experiment import ExperimentConfig
 from ..core.errors import ConfigError, DataError, FedlowrankError
-from ..core.files import as_checkpoint_error
-from ..core.private_files import private_umask
-from ..simulation.run_folder import RunFolder
-from ..simulation.simulate import threads
+from ..core.io.atomic_files import as_checkpoint_error
+from ..core.io.private_files import private_umask
+from ..rounds.simulate import threads
+from ..storage.run_folder import RunFolder
 from .client import CLIENT_FILE, ClientRuntime, explain_at, prepare
 from .drive import clients_of, drive
 from .enrollment.roster import ROSTER, KeyRoster
@@ -50,8 +50,8 @@ from .messages import RefusedOrderError, one_line, sections
 from .replies import Replies
 from .secure.signing import MemberKeys, MemberSigner
 from .site.audit_log import AUDIT, SiteAudit
-from .site.settings import SiteSettings
 from .site.signatures import OrderSigner
+from .site.site_settings import SiteSettings
 from .transport import NodeMessage, Response
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 
 from ..core.errors import FedlowrankError
-from ..simulation.measurements import Block
+from ..results.measurements import Block
 
 H = TypeVar("H", bound="Header")
 

@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.contribution import Aggregator
+from ..core.contract.contribution import Aggregator
+from ..core.contract.method import ClientInfo, ServerView
 from ..core.errors import ConfigError
-from ..core.method import ClientInfo, ServerView
 from ..data.federation import Federation
-from ..engines.base import AnyMethod, ClientJob
-from ..simulation.devices import Devices
-from ..simulation.inspection import aggregator_of
-from ..simulation.measurements import ROUTE, Block
-from ..simulation.plan import Plan
-from ..simulation.records import RoundRecord
-from ..simulation.round_results import RefusedError, RoundResults
-from ..simulation.run import Run
-from ..simulation.settings import RunSettings
+from ..engines.engine import AnyMethod, ClientJob
+from ..results.measurements import ROUTE, Block
+from ..results.records import RoundRecord
+from ..rounds.inspection import aggregator_of
+from ..rounds.participation.devices import Devices
+from ..rounds.plan import Plan
+from ..rounds.round_results import RefusedError, RoundResults
+from ..rounds.run import Run
+from ..rounds.run_settings import RunSettings
 from ..trust.protection import decompress_upload
 from .secure.contributions import (
     check_reads_no_examples,

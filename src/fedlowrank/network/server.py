@@ -13,28 +13,28 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-from ..config.network_settings import NetworkSettings
+from ..config.sections.network_section import NetworkSettings
 from ..core import tree
+from ..core.contract.method import ClientInfo, Pass, Task
 from ..core.errors import FedlowrankError
-from ..core.method import ClientInfo, Pass, Task
 from ..data.federation import Federation
-from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
-from ..simulation.client_metrics import Metric
-from ..simulation.measurements import Block
+from ..engines.engine import AnyMethod, ClientJob, ClientResult, Engine
+from ..results.client_metrics import Metric
+from ..results.measurements import Block
 from ..training.trainer import Meter
-from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
-from .audit import Audit, digits
 from .backoff import Backoff
 from .messages import Answer, Order, RegistrationRequest, Step, one_line
 from .operation.activity import ROUNDS, LastReply, UpdateShape
 from .operation.grace import Grace
-from .registry import ClientRegistry, UnregisteredNodeError
+from .persistence.account import Account
+from .persistence.audit import Audit, digits
+from .persistence.registry import ClientRegistry, UnregisteredNodeError
+from .persistence.spool import Spool
 from .secure.member import SecureSumError
 from .secure.rounds import SecureRounds
 from .secure.signing import MemberKeys
 from .site.signatures import OrderSigner, payload_digest
-from .spool import Spool
 from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
 from .validation.directions import cosines, update_by_place
 from .validation.norms import PRODUCTS, NormBound, PartNorms, Shortening, measure_norms, relative_steps

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .gallery import save_figures
-from .groups import in_order
-from .latex import to_latex
+from .figures.gallery import save_figures
 from .page import write_report
-from .tables import Comparison, comparison, render_terminal
+from .statistics.groups import in_order
+from .tables.comparison_tables import Comparison, comparison, render_terminal
+from .tables.latex import to_latex
+from .tables.value_rows import write_values
 from .tensorboard import export_tensorboard
-from .value_rows import write_values
 
 __all__ = [
     "Comparison",

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .formats import MISSING, format_p, format_signed, join_words
-from .groups import RunGroup
-from .measures import Measure
-from .metrics import Estimate
-from .modes import Modes
-from .paired import Family, Versus, make_families
-from .significance import ALPHA
+from .statistics.groups import RunGroup
+from .statistics.measures import Measure
+from .statistics.modes import Modes
+from .statistics.paired import Family, Versus, make_families
+from .statistics.run_statistics import Estimate
+from .statistics.significance import ALPHA
+from .tables.number_formats import MISSING, format_p, format_signed, join_words
 
 ONE_SEED = "A test over the clients of one seed says nothing about other seeds."
 NAMED = 3  # most methods that a sentence names one by one

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..simulation.measurements import TRAINING_LOSS
-from ..simulation.records import RunRecord
-from .formats import one_line
-from .frame import section
-from .groups import (
+from ..results.measurements import TRAINING_LOSS
+from ..results.records import RunRecord
+from .statistics.frame import section
+from .statistics.groups import (
     RunGroup,
     by_experiment,
     by_variation,
@@ -26,9 +25,10 @@ from .groups import (
     vary_text,
     with_token_names,
 )
-from .measures import ACCURACY, LOSS, Measure
-from .metrics import Estimate, RunStatistics, curve_over_seeds, estimate, half_width
-from .text_table import Column, TextTable
+from .statistics.measures import ACCURACY, LOSS, Measure
+from .statistics.run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate, half_width
+from .tables.number_formats import on_one_line
+from .tables.text_table import TableColumn, TextTable
 
 
 def recorded_ranks(run: RunRecord) -> dict[int, int]:
@@ -104,7 +104,7 @@ def _rank_table(
         cells = [measure.format_pair(*pair) for pair in pairs]
         rows.append((f"{rank:.0f}", str(least) if least == most else f"{least}–{most}", *cells))
     several = any(len(group.series) > 1 for group in groups)
-    heads = [f"{group.short}: {one_line(name)}" if several else group.short for group, name, _ in found]
+    heads = [f"{group.short}: {on_one_line(name)}" if several else group.short for group, name, _ in found]
     seeds = max(int(scores["n"].max()) for *_, scores in found)
     note = f"Mean {measure.noun} over the clients of each rank at the last evaluated round"
     if seeds > 1:
@@ -113,7 +113,9 @@ def _rank_table(
     note += ". Clients of different ranks hold different data, so differences down a column are not due to "
     note += "rank alone."
     title = f"{measure.heading} by rank of the client{where}"
-    return TextTable(title, ("rank", "clients"), tuple(Column(head) for head in heads), tuple(rows), note)
+    return TextTable(
+        title, ("rank", "clients"), tuple(TableColumn(head) for head in heads), tuple(rows), note
+    )
 
 
 def adapter_row(group: RunGroup) -> dict[str, float]:
@@ -127,7 +129,7 @@ def adapter_row(group: RunGroup) -> dict[str, float]:
     by_series = {name: scores for _, name, scores in rank_series([group])}
     kind = "loss" if rank_measure([group]).is_loss else "accuracy"
     for name in group.series:
-        end = "" if name == group.headline else f".{one_line(name)}"
+        end = "" if name == group.headline else f".{on_one_line(name)}"
         loss = group.final(name, LOSS)
         if predicts_tokens(group.first) and loss is not None:
             row[f"perplexity{end}"] = perplexity(loss.mean)

@@ -13,16 +13,16 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from ..core.errors import ConfigError
-from ..core.files import as_checkpoint_error, write_atomically
-from ..simulation.records import RunRecord
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..results.records import RunRecord
+from .figures.gallery import draw_all, method_styles
+from .figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from .findings import state_headline
-from .formats import one_line
-from .frame import section
-from .gallery import draw_all, method_styles
-from .groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
 from .sentences import count, describe_setting, find_warnings, warn_of_mixture
-from .style import DARK, LIGHT, Styles, css_variables, to_svg
-from .tables import Comparison, compare_groups, comparison_markdown, to_csv
+from .statistics.frame import section
+from .statistics.groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
+from .tables.comparison_tables import Comparison, compare_groups, comparison_markdown, to_csv
+from .tables.number_formats import on_one_line
 
 TITLES = 3  # most experiments that the title of a page names
 
@@ -39,7 +39,7 @@ def write_report(
         runs: in the order in which methods appear; runs of several experiments get a section each.
         out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
         target: accuracy in (0, 1] for the columns "to target"; None for a default, see
-            :func:`fedlowrank.report.groups.choose_target`.
+            :func:`fedlowrank.report.statistics.groups.choose_target`.
         command: command line that makes these runs again, for the reader.
         figures: contact sheet that :func:`fedlowrank.report.save_figures` writes, to which the page links.
 
@@ -126,8 +126,8 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     return {
         "anchor": prefix,
         "name": name,
-        "title": one_line(config.get("title") or name),
-        "paper": one_line(config.get("paper") or ""),
+        "title": on_one_line(config.get("title") or name),
+        "paper": on_one_line(config.get("paper") or ""),
         "setting": describe_setting(groups),
         "card": state_headline([family for family in table.families if family.experiment == name]),
         "finding": findings[0],
@@ -161,13 +161,16 @@ def _method_settings(group: RunGroup) -> tuple[str, str, list[tuple[str, str]]]:
     """Label, citation and settings of a method."""
     method = section(group.first.config, "method")
     rows = [*section(method, "fields").items(), *group.vary]
-    texts = [(one_line(name), value_text(value)) for name, value in rows]
-    return group.label, one_line(method.get("citation") or ""), texts
+    texts = [(on_one_line(name), value_text(value)) for name, value in rows]
+    return group.label, on_one_line(method.get("citation") or ""), texts
 
 
 def _format_versions(run: RunRecord) -> str:
     versions = sorted(section(run.config, "versions").items())
-    return ", ".join(f"{one_line(name)} {one_line(version)}" for name, version in versions) or "not recorded"
+    return (
+        ", ".join(f"{on_one_line(name)} {on_one_line(version)}" for name, version in versions)
+        or "not recorded"
+    )
 
 
 def _join_titles(titles: Sequence[str]) -> str:

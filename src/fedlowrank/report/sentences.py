@@ -6,19 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..simulation.records import RunRecord
-from .formats import format_percent, one_line
-from .frame import find_collapse, section, true_clusters
-from .groups import (
-    SECTIONS,
-    RunGroup,
-    last_part,
-    seed_of,
-    settings_of,
-    value_text,
-)
+from ..results.records import RunRecord
 from .low_rank import format_ranks
-from .measures import ACCURACY, LOSS
+from .statistics.frame import find_collapse, section, true_clusters
+from .statistics.groups import SECTIONS, RunGroup, last_part, seed_of, settings_of, value_text
+from .statistics.measures import ACCURACY, LOSS
+from .tables.number_formats import format_percent, on_one_line
 from .trust import describe_trust
 
 _SAMPLING = {
@@ -51,7 +44,7 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
     ]
     if parts["augment"]:
         found.append(f"Training images are changed at random: {_describe(parts['augment'])}.")
-    models = Counter(one_line(row.get("architecture", "unnamed")) for row in run.clients)
+    models = Counter(on_one_line(row.get("architecture", "unnamed")) for row in run.clients)
     names = ", ".join(f"{name}\u00a0×\u00a0{n}" if n > 1 else name for name, n in models.items())
     found.append(f"Models: {names or 'not named'}.")
     if language := section(run.config, "language"):
@@ -81,8 +74,8 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
 def _describe(values: Mapping[str, Any], names: Sequence[str] = ()) -> str:
     """A section of the configuration in words: its name, then its settings in brackets."""
     name = next((key for key in names if values.get(key)), None)
-    rest = [f"{one_line(k)} {value_text(v)}" for k, v in values.items() if k != name and v is not None]
-    inner = one_line(", ".join(rest), 200)
+    rest = [f"{on_one_line(k)} {value_text(v)}" for k, v in values.items() if k != name and v is not None]
+    inner = on_one_line(", ".join(rest), 200)
     if name is None:
         return inner
     return f"{value_text(values[name])} ({inner})" if inner else value_text(values[name])
@@ -116,11 +109,11 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     if len(series) > 1:
         named = "; ".join(f"{name}: {', '.join(labels)}" for name, labels in series.items())
         noun = groups[0].measure.noun
-        found.append(f"The methods are judged by different series of {noun} ({one_line(named)}).")
+        found.append(f"The methods are judged by different series of {noun} ({on_one_line(named)}).")
     if len({len(group.results()) for group in groups}) > 1:
         found.append("The methods have different numbers of seeds.")
     remarks = (run.record.config.get("remarks") for group in groups for run in group.runs)
-    found += dict.fromkeys(one_line(r) for listed in remarks if isinstance(listed, list) for r in listed)
+    found += dict.fromkeys(on_one_line(r) for listed in remarks if isinstance(listed, list) for r in listed)
     return found + collapse_warnings(groups) + _find_differences(groups)
 
 
@@ -168,7 +161,7 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     for key in dict.fromkeys(key for one in every for key in one):
         values = dict.fromkeys(one.get(key, "none") for one in every)
         if len(values) > 1 and not key.startswith("method.") and last_part(key) not in varied:
-            found.append(f"{one_line(key)} ({one_line(', '.join(values), 80)})")
+            found.append(f"{on_one_line(key)} ({on_one_line(', '.join(values), 80)})")
     return [f"The runs differ in more than their methods: {'; '.join(found)}."] if found else []
 
 

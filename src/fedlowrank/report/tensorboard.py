@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..simulation.loggers import summary_writer
-from ..simulation.records import RunRecord
-from ..simulation.scalars import scalars
+from ..results.records import RunRecord
+from ..results.scalars import scalars
+from ..rounds.logs.loggers import summary_writer
 
 
 def export_tensorboard(run: RunRecord, folder: Path) -> None:
     """Write one event file with a run's accuracies, bytes, losses and seconds.
 
-    Tags are those of :func:`fedlowrank.simulation.scalars.scalars`, which a run with ``run.log =
+    Tags are those of :func:`fedlowrank.results.scalars.scalars`, which a run with ``run.log =
     ["tensorboard"]`` writes while it goes on; the step is the number of rounds completed.
 
     Args:

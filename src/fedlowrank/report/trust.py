@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from ..simulation.participants import round_half_up
-from ..simulation.records import RunRecord
-from .formats import format_number, one_line
-from .frame import section
-from .groups import RunGroup
-from .measures import MEASURES
-from .metrics import RunStatistics, curve_over_seeds, estimate
+from ..results.records import RunRecord
+from ..rounds.participation.participants import round_half_up
+from .statistics.frame import section
+from .statistics.groups import RunGroup
+from .statistics.measures import MEASURES
+from .statistics.run_statistics import RunStatistics, curve_over_seeds, estimate
+from .tables.number_formats import format_number, on_one_line
 
 RULES = {
     "median": "the median of each coordinate",
@@ -35,7 +35,7 @@ def describe_trust(run: RunRecord) -> list[str]:
     found = []
     if uplink := compression.get("uplink"):
         feedback = ", with error feedback" if compression.get("error_feedback") else ""
-        found.append(f"Updates are compressed: {one_line(uplink)}{feedback}.")
+        found.append(f"Updates are compressed: {on_one_line(uplink)}{feedback}.")
     if norm := clipping.get("norm"):
         quantile = clipping.get("quantile")
         follows = f" at first; the bound follows the {quantile:g} quantile of their norms" if quantile else ""
@@ -47,7 +47,7 @@ def describe_trust(run: RunRecord) -> list[str]:
         share = (
             f", with at most {format_number(100 * robust['hostile'])} % hostile" if rule in COUNTING else ""
         )
-        found.append(f"The server takes {RULES.get(rule, one_line(rule))} of the replies{share}{weighed}.")
+        found.append(f"The server takes {RULES.get(rule, on_one_line(rule))} of the replies{share}{weighed}.")
     if attack.get("kind", "none") != "none":
         found.append(_describe_attack(run, attack))
     if secure.get("on"):
@@ -67,7 +67,7 @@ def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
     }
     found = ", ".join(f"{name} = {value:.4g}" for name, value in numbers.items() if value is not None)
     of = "in which one client has other data" if is_replacing(run) else "that differ by one client"
-    kind, accountant = one_line(privacy["kind"]), one_line(privacy.get("accountant"))
+    kind, accountant = on_one_line(privacy["kind"]), on_one_line(privacy.get("accountant"))
     scope = f"ε is for federations {of} (accountant {accountant})"
     return f"Differential privacy of clients, {kind}: {found}; {scope}."
 
@@ -75,7 +75,7 @@ def _describe_privacy(run: RunRecord, privacy: Mapping[str, Any]) -> str:
 def is_replacing(run: RunRecord) -> bool:
     """Whether neighboring federations of a private run differ by other data of a client, not by its absence.
 
-    See :attr:`fedlowrank.trust.accounting.Sampling.relation`; under local privacy it is always so.
+    See :attr:`fedlowrank.trust.privacy.accounting.Sampling.relation`; under local privacy it is always so.
     """
     settings = section(run.config, "run")
     seen = len(run.clients) - len(run.measurements.flagged("unseen"))
@@ -89,7 +89,7 @@ def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
     strength = f", strength {attack['strength']:g}" if attack.get("strength") is not None else ""
     target = f" to class {attack.get('target', 0)}" if kind == "backdoor" else ""
     return (
-        f"{hostile} of the {len(run.clients)} clients are hostile: {one_line(kind).replace('_', ' ')}{target}"
+        f"{hostile} of the {len(run.clients)} clients are hostile: {on_one_line(kind).replace('_', ' ')}{target}"
         f"{strength}. Results are over all clients; the column “honest clients” leaves the hostile ones out."
     )
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..core.method import ClientInfo
-from ..core.optimizer import SGD
+from ..core.contract.method import ClientInfo
+from ..core.learning.optimizer import SGD
 from ..core.tree import numel
 from ..data.dataset import Examples
 from ..data.federation import Federation
@@ -37,11 +37,11 @@ from ..engines import ENGINES
 from ..engines.processes import cores
 from ..methods import METHODS
 from ..models.architecture import build_module
-from ..models.cnn import CNN, FAMILY
-from ..models.mlp import MLP
-from ..simulation.run import Run
-from ..simulation.settings import RunSettings
-from ..simulation.simulate import simulate
+from ..models.architectures.cnn import CNN, FAMILY
+from ..models.architectures.mlp import MLP
+from ..rounds.run import Run
+from ..rounds.run_settings import RunSettings
+from ..rounds.simulate import simulate
 
 WARM = 3
 """Rounds that are not timed: they fill caches and find what is found once."""

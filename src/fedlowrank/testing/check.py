@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
-from ..core.contribution import Aggregator
+from ..core.contract.contribution import Aggregator
+from ..core.contract.method import Method, ServerView
 from ..core.errors import FedlowrankError, TaskError
-from ..core.method import Method, ServerView
-from ..core.optimizer import SGD
+from ..core.learning.optimizer import SGD
 from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
-from ..engines.base import ClientJob, Engine
+from ..engines.engine import ClientJob, Engine
 from ..linalg.matricize import sum_parts
-from ..simulation.checkpoint import load, save
-from ..simulation.client_store import ClientStore
-from ..simulation.measurements import ACCURACY
-from ..simulation.run import Run
-from ..simulation.scoring import ScoringPool, measure
-from ..simulation.settings import RunSettings
-from ..simulation.state import State
+from ..results.measurements import ACCURACY
+from ..results.scoring import ScoringPool, measure
+from ..rounds.run import Run
+from ..rounds.run_settings import RunSettings
+from ..storage.checkpoint import load, save
+from ..storage.client_store import ClientStore
+from ..storage.state import State
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -84,7 +84,7 @@ def small_federation(
 
 
 def check_method(method: AnyMethod) -> list[CheckFinding]:
-    """Test a method against the contract of :mod:`fedlowrank.core.method`.
+    """Test a method against the contract of :mod:`fedlowrank.core.contract.method`.
 
     Args:
         method: with settings under which it trains (learning rate not 0).

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core import tree
-from ..core.method import Batch, KeptState, ProximalTerm, Request
-from ..core.optimizer import OptimizerState
+from ..core.contract.method import Batch, KeptState, ProximalTerm, Request
+from ..core.learning.optimizer import OptimizerState
 from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from .feed import BufferPool, Feed, flat
 from .kept_optimizers import slot_like
@@ -297,7 +297,7 @@ def zero_padded(trees: list[Any], padded: Mapping[str, int]) -> list[Any]:
 
     Args:
         trees: one a client.
-        padded: the dimension by the path of a part, see :class:`fedlowrank.core.method.PaddedDimensions`.
+        padded: the dimension by the path of a part, see :class:`fedlowrank.core.contract.method.PaddedDimensions`.
     """
     if not padded or all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
         return trees

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.losses import IGNORE_INDEX, Loss
-from ..core.method import Batch
+from ..core.contract.method import Batch
+from ..core.learning.losses import IGNORE_INDEX, Loss
 from ..data.pixels import Pixels
 from .local_data import LocalData, channels_last, gather
 from .stacked import UnsupportedError

@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..core.model import Model
+from ..core.contract.model import Model
 from .local_data import Size
 
 

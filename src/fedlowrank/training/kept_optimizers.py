@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract.method import ClientInfo, KeptState, Request, Trainer
 from ..core.errors import TaskError
-from ..core.method import ClientInfo, KeptState, Request, Trainer
-from ..core.optimizer import OptimizerState
+from ..core.learning.optimizer import OptimizerState
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class KeepingTrainer:
         self._taken: Counter[str] = Counter()
 
     def train(self, request: Request) -> Any:
-        """See :meth:`fedlowrank.core.method.ClientView.train`."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
         if not request.optimizer.keep:
             return self._trainer.train(request)
         name, known = request.name, self._states.get(request.name, [])
@@ -77,11 +77,11 @@ class KeepingTrainer:
         return end
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.method.ClientView.total`."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
         return self._trainer.total(statistic, params, constants)
 
     def steps(self, name: str) -> int:
-        """See :meth:`fedlowrank.core.method.ClientView.steps`."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
         return self._trainer.steps(name)
 
     def collect(self, client_state: Any) -> Any:

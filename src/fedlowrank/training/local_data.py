@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.contract.method import Batch, ClientInfo, Pass
 from ..core.errors import TaskError
 from ..core.key import Key
-from ..core.losses import AUTO, Loss
-from ..core.method import Batch, ClientInfo, Pass
+from ..core.learning.losses import AUTO, Loss
 from ..data.augment import NO_AUGMENT, Augment
 from ..data.dataset import Examples
 from ..data.text.batches import (

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.loss import check_loss
-from ..core.method import Batch, ProximalTerm, Request
-from ..core.optimizer import SGD, OptimizerState, Rates, clip
+from ..core.contract.method import Batch, ProximalTerm, Request
+from ..core.learning.batch_losses import check_loss
+from ..core.learning.optimizer import SGD, OptimizerState, Rates, clip
 from .kept_optimizers import slot_like
 from .local_data import channels_last
 

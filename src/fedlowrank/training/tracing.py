@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.method import Batch, ClientInfo, ClientView, Method, Request, Task
-from ..core.model import Model
-from ..core.returned import check_pair
+from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Request, Task
+from ..core.contract.model import Model
+from ..core.contract.returned import check_pair
 
 AnyMethod = Method[Any, Any, Any, Any]
 T = TypeVar("T")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract.method import Batch, ClientInfo, Request
 from ..core.errors import LossError, NonFiniteError, naming
 from ..core.key import Key
-from ..core.method import Batch, ClientInfo, Request
 from ..models.architecture import Architecture
 from ..models.coupling import mixes_examples
-from ..models.local_statistics import infer_by
+from ..models.statistics.local_statistics import infer_by
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
 from .local_data import LocalData, Size, chunk_size, gather, size_of
@@ -77,11 +77,11 @@ class LocalTrainer:
         self.meter = Meter()
 
     def steps(self, name: str) -> int:
-        """See :meth:`fedlowrank.core.method.ClientView.steps`."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
         return self.data.steps(name)
 
     def train(self, request: Request) -> Any:
-        """See :meth:`fedlowrank.core.method.ClientView.train`."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
         training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
@@ -190,7 +190,7 @@ class LocalTrainer:
         return code_of(function), self.data.loss, self.model.name, self.data.form, *forms
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.method.ClientView.total`."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
         sums: list[T] = []
         sizes: Counter[Size] = Counter()
         params = layout(params)

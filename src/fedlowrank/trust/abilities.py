@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import tree
-from ..core.contribution import Each, Mean, Sum, contribution_leaves
+from ..core.contract.contribution import Each, Mean, Sum, contribution_leaves
+from ..core.contract.method import ClientInfo, Method, Task
+from ..core.contract.update import Update
 from ..core.errors import TaskError
-from ..core.method import ClientInfo, Method, Task
-from ..core.update import Update
 from ..training.tracing import trace_upload
 from .updates import update_of
 

@@ -20,7 +20,7 @@ from ..core.errors import ConfigError, DataError
 from ..core.key import Key
 from ..core.tree import Params, TreeError
 from ..data.dataset import ClientData, Examples
-from .settings import Attack
+from .trust_settings import Attack
 
 STRENGTHS: dict[str, float] = {
     # -Δ; Karimireddy et al. 2021 call it bit flipping

@@ -27,23 +27,23 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.client_model import ClientModel
-from ..core.contribution import Mean, Sum, contribution_leaves, map_leaves
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Mean, Sum, contribution_leaves, map_leaves
+from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.model import without_data
+from ..core.contract.returned import check_pair
+from ..core.contract.update import Update
+from ..core.contract.wrapper import MethodWrapper
 from ..core.key import Key
-from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.model import without_data
-from ..core.returned import check_pair
 from ..core.tree import Params
-from ..core.update import Update
-from ..core.wrapper import MethodWrapper
 from ..training.tracing import trace_upload
 from .abilities import require_ability
-from .accounting import default_count_noise, next_clip, split_noise
-from .budget import Budget
 from .compression import Compressed, compress, decompress, parse_stages, with_feedback
-from .noise import Source, gaussian
-from .settings import Trust
+from .privacy.accounting import default_count_noise, next_clip, split_noise
+from .privacy.budget import Budget
+from .privacy.noise import Source, gaussian
 from .stages import Stage
+from .trust_settings import Trust
 from .updates import (
     reference_numbers,
     replace_numbers,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.mixture import Pairs
+from ..adapters.mixtures.mixture import Pairs
 from ..core import tree
-from ..core.contribution import Aggregator, Each, Mean, Sum
+from ..core.contract.contribution import Aggregator, Each, Mean, Sum
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..linalg.delta import split_svd
 from ..linalg.factored import Factored

@@ -31,10 +31,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..core import tree
-from ..core.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, fault_of, map_leaves
+from ..core.contract.contribution import (
+    Aggregator,
+    Each,
+    Mean,
+    Sum,
+    contribution_leaves,
+    fault_of,
+    map_leaves,
+)
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
-from .settings import SecureSums
+from .trust_settings import SecureSums
 
 Vector = NDArray[np.uint64]  # numbers modulo 2^64: numpy's sums wrap by themselves
 SECRET = 15  # bytes of a secret: with its padding, one block of the sharing scheme

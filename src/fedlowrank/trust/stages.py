@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.wire_format import LEVELS
-from ..core.bounds import check_bounds
+from ..core.arguments.bounds import check_bounds
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params, TreeError

@@ -1,4 +1,4 @@
-"""The update of a client: its upload minus the reference that :meth:`fedlowrank.core.method.Method.update` names.
+"""The update of a client: its upload minus the reference that :meth:`fedlowrank.core.contract.method.Method.update` names.
 
 A reference has the form of the upload. In the place of a part it may have None (the part is no update: it is
 neither clipped nor compressed, and no noise can hide it) or :data:`ITSELF` (the part is an update as it is).
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.mixture import Pairs
+from ..adapters.mixtures.mixture import Pairs
 from ..adapters.wire_format import Quantized, Rounded
 from ..core import tree
+from ..core.contract.method import ClientInfo, Method, Task
+from ..core.contract.update import Update
 from ..core.errors import TaskError
-from ..core.method import ClientInfo, Method, Task
 from ..core.tree import Params, TreeError
-from ..core.update import Update
 from ..linalg.factored import Factored
 from ..linalg.matricize import dense_weights
 from ..linalg.pair import Pair

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...core.losses import IGNORE_INDEX
+from ...core.learning.losses import IGNORE_INDEX
 
 
 class Sample(NamedTuple):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...core.bounds import check_minimum
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import DataError
-from ...core.field_checks import CheckedFields
-from ..files import expand_path
-from .records import Instruction, Texts, check_column_setting, check_share
+from ..download.data_files import expand_path
 from .table import read_file, read_text
+from .text_records import Instruction, Texts, check_column_setting, check_share
 
 Unit = Literal["characters", "lines"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core.errors import DataError, did_you_mean
-from ...core.text import explain_encoding
-from ..files import expand_path
-from ..hub import open_dataset
+from ...core.io.text import explain_encoding
+from ..datasets.hub import open_dataset
+from ..download.data_files import expand_path
 
 _LINES = (".jsonl", ".jsonl.gz")
 _ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.bounds import check_minimum
+from ...core.arguments.bounds import check_minimum
 from ...core.errors import ConfigError, DataError, did_you_mean
-from ...core.losses import IGNORE_INDEX
+from ...core.learning.losses import IGNORE_INDEX
 from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
-from .formats import Format, render
 from .packing import Sample, pack_sequences
-from .records import Instruction, Labeled, Texts
+from .text_formats import Format, render
+from .text_records import Instruction, Labeled, Texts
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...core.bounds import check_bounds
+from ...core.arguments.bounds import check_bounds
+from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError, TaskError
-from ...core.field_checks import CheckedFields
 from ...core.key import Key
 from ...models.stateless import exchange_slots
 from ..optional import import_library

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ...core.bounds import check_bounds
+from ...core.arguments.bounds import check_bounds
+from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError, did_you_mean
-from ...core.field_checks import CheckedFields
 from ...data.text.table import read_file
 from . import gsm8k, humaneval, perplexity, rouge
 from .generate import Decoding, complete_prompts

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...adapters.adapted_parameters import AdaptedParameter, Kind, find_trained_adapted_parameters
-from ...adapters.mixture import Construction
-from ...adapters.mixture_adaptors import mix_weights, precondition_adaptors
-from ...core.model import Model
+from ...adapters.mixtures.adapted_parameters import AdaptedParameter, Kind, find_trained_adapted_parameters
+from ...adapters.mixtures.mixture import Construction
+from ...adapters.mixtures.mixture_adaptors import mix_weights, precondition_adaptors
+from ...core.contract.model import Model
 from .clusters import Apply
 
 # ruff: noqa: D102 - the methods document their fields

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from ...core.contribution import Mean
-from ...core.loss import supervised_loss
-from ...core.method import ClientInfo, ClientView
-from ...core.optimizer import Optimizer
+from ...core.contract.contribution import Mean
+from ...core.contract.method import ClientInfo, ClientView
+from ...core.learning.batch_losses import supervised_loss
+from ...core.learning.optimizer import Optimizer
 from ...core.tree import Params, widen
 
 Weighting = Literal["examples", "uniform"]

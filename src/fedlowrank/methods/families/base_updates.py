@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ...adapters.lora import LoRA
+from ...adapters.lora.lora_factors import LoRA
 from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
 from ...core import tree as trees
-from ...core.method import ClientInfo
+from ...core.contract.method import ClientInfo
 from ...core.tree import Params, tree
 from ...linalg.pair import Factors, Pair
 

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...adapters.router import Router
+from ...adapters.mixtures.router import Router
 from ...core import tree
-from ...core.contribution import Mean, Sum
+from ...core.contract.contribution import Mean, Sum
+from ...core.contract.method import Batch, ClientInfo, ClientView, Task
+from ...core.contract.model import Model
 from ...core.errors import ConfigError, TaskError
-from ...core.loss import example_losses, sum_losses, task_loss
-from ...core.method import Batch, ClientInfo, ClientView, Task
-from ...core.model import Model
-from ...core.optimizer import SGD, Group, Optimizer
+from ...core.learning.batch_losses import example_losses, sum_losses, task_loss
+from ...core.learning.optimizer import SGD, Group, Optimizer
 from ...core.tree import Params
 
 T = TypeVar("T")

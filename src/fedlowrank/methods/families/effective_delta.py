@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...adapters.lora import lora_of
+from ...adapters.lora.lora_factors import lora_of
+from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.switch import Switch, check_switch
+from ...core.contract.model import Model
 from ...core.errors import ConfigError
-from ...core.field_checks import CheckedFields
-from ...core.model import Model
-from ...core.switch import Switch, check_switch
 from ...core.tree import Params
 from ...linalg.delta import Delta, Split, split_svd, tail_energy, truncate_delta, update_deltas
 from ...linalg.factored import Factored

@@ -9,14 +9,23 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from ...core.client_model import ClientModel
-from ...core.contribution import Each, Mean
-from ...core.method import ClientInfo, ClientView, Task
-from ...core.optimizer import Optimizer
+from ...core.contract.client_model import ClientModel
+from ...core.contract.contribution import Each, Mean
+from ...core.contract.method import ClientInfo, ClientView, Task
+from ...core.contract.update import Update
+from ...core.learning.optimizer import Optimizer
 from ...core.tree import Params
-from ...core.update import Update
 from ...linalg.pair import Factors
-from .lora import Leaves, Message, Tuning, factors_of, leaves_of, model_parameters, read_factors, train_leaves
+from .lora_family import (
+    Leaves,
+    Message,
+    Tuning,
+    factors_of,
+    leaves_of,
+    model_parameters,
+    read_factors,
+    train_leaves,
+)
 
 
 class _Tuned(Protocol):
@@ -105,7 +114,7 @@ def adapted_model(
     frozen: Factors | None = None,
     moved: Params | None = None,
 ) -> ClientModel:
-    """The model of a client; the arguments are those of :func:`~fedlowrank.methods.families.lora.model_parameters`."""
+    """The model of a client; the arguments are those of :func:`~fedlowrank.methods.families.lora_family.model_parameters`."""
     return ClientModel(
         view.model.initial | model_parameters(view.model, leaves, scale, frozen or {}, moved or {})
     )

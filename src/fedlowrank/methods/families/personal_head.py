@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.client_model import ClientModel
-from ...core.method import ClientInfo, ClientView, Method, Task
+from ...core.contract.client_model import ClientModel
+from ...core.contract.method import ClientInfo, ClientView, Method, Task
 from ...core.tree import Params
 
 AnyMethod = Method[Any, Any, Any, Any]

@@ -31,10 +31,10 @@ from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesReques
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
-from ...core.files import append_event
+from ...core.io.atomic_files import append_event
 from ..intake import CHUNK
 from .connections import KNOWN, Connections
-from .identity import Caller, RefusedCallerError, Roster, check_signature
+from .identity import Caller, RefusedCallerError, Roster, identify_caller
 from .instructions import TOO_LARGE, OpenOrders
 
 Message = MutableMapping[str, Any]
@@ -181,7 +181,7 @@ class Gate:
     def _caller(self, scope: Message, name: str) -> Caller:
         """Who calls; raises Refusal."""
         try:
-            caller = check_signature(scope.get("headers", ()), self.roster)
+            caller = identify_caller(scope.get("headers", ()), self.roster)
         except RefusedCallerError as error:
             who = "a caller without a key" if error.client is None else f"client {error.client}"
             self.log(f"{who} was refused: {error}")

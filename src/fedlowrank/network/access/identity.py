@@ -123,7 +123,7 @@ def _changed(path: Path) -> int:
         return 0
 
 
-def check_signature(headers: Iterable[tuple[bytes, bytes]], roster: Roster | None) -> Caller:
+def identify_caller(headers: Iterable[tuple[bytes, bytes]], roster: Roster | None) -> Caller:
     """Check the signature of a call, as Flower does after it has read the body.
 
     Args:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...core.files import as_checkpoint_error, write_atomically
+from ...core.io.atomic_files import as_checkpoint_error, write_atomically
 
 Value = str | int | float | bool
 SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
@@ -14,7 +14,7 @@ SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:
 
 
 def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config: Mapping[str, Value]) -> None:
-    """Write an app that consists of objects in installed packages, for :meth:`.processes.SuperLink.submit`.
+    """Write an app that consists of objects in installed packages, for :meth:`.server_processes.SuperLink.submit`.
 
     The packages must be installed on every machine: only this file is sent, to every client before its first
     message. Flower takes an app of at most 10 MiB.

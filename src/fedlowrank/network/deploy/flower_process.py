@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ...core.errors import CheckpointError, FedlowrankError
-from ...core.files import as_checkpoint_error, write_json
-from ...core.private_files import make_private_folder
-from ...simulation.lock import exclusive, identify_process, is_alive
+from ...core.io.atomic_files import as_checkpoint_error, write_json
+from ...core.io.private_files import make_private_folder
+from ...storage.lock import exclusive, identify_process, is_alive
 from . import process_tree
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ...core.errors import ConfigError
-from ...core.files import as_checkpoint_error, read_json
-from ...simulation.lock import FolderInUseError, exclusive
+from ...core.io.atomic_files import as_checkpoint_error, read_json
+from ...storage.lock import FolderInUseError, exclusive
 from ..client import CLIENT_FILE
 
 _RUN, _STATE = re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{6}\.tree(\.part)?|model")

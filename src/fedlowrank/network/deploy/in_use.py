@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from ...simulation.lock import FolderInUseError, is_alive, read_holder
+from ...storage.lock import FolderInUseError, is_alive, read_holder
 from .flower_process import ProcessError, listen
 
 

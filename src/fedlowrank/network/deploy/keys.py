@@ -34,8 +34,8 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ...core.errors import ConfigError
-from ...core.files import as_checkpoint_error
-from ...core.private_files import refuse_readable
+from ...core.io.atomic_files import as_checkpoint_error
+from ...core.io.private_files import refuse_readable
 from ..enrollment.key_files import (
     AUTHORITY_DAYS,
     PRIVATE,

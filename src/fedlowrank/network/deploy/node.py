@@ -5,7 +5,7 @@ protocol, but never fetches an app. It hands a message to :data:`..flower.client
 only if the message belongs to the app that fedlowrank itself submits (same identifier, same SHA-256 of the
 packed app). It answers any other message with an error and logs it.
 
-One process answers all messages, so PyTorch is imported once. :class:`.processes.SuperNode` starts it.
+One process answers all messages, so PyTorch is imported once. :class:`.server_processes.SuperNode` starts it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ..messages import RefusedOrderError, one_line
 from ..secure.signing import MemberSigner
 from ..site.audit_log import AUDIT, SiteAudit
 from .flower_app import write_own_app
-from .processes import WORKING
+from .server_processes import WORKING
 
 logger = logging.getLogger("fedlowrank.network.deploy.node")
 
@@ -140,7 +140,7 @@ class Node:
         app: answers a message; it belongs to the installed package.
         pinned: the app whose messages are answered.
         folder: of the client.
-        home: where the file :data:`.processes.WORKING` lies.
+        home: where the file :data:`.server_processes.WORKING` lies.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from .flower_process import ProcessError
-from .processes import SuperNode
+from .server_processes import SuperNode
 
 logger = logging.getLogger(__name__)
 

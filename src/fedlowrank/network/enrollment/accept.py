@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ...core.errors import ConfigError
-from ...core.private_files import make_private_folder
+from ...core.io.private_files import make_private_folder
 from .key_files import check_days, find_key_files, write_key_file
 from .key_request import KeyRequest
 from .roster import ROSTER, public_line, update_roster

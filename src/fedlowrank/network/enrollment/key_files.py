@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ...core.errors import ConfigError
-from ...core.files import as_checkpoint_error
-from ...core.private_files import refuse_readable
+from ...core.io.atomic_files import as_checkpoint_error
+from ...core.io.private_files import refuse_readable
 
 AUTHORITY_DAYS = 3650
 """Life of the authority, and so the longest life of a certificate or a client's key that it signs."""

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from ...core.errors import ConfigError
-from ...core.files import as_checkpoint_error, read_json
-from ...core.private_files import make_private_folder
+from ...core.io.atomic_files import as_checkpoint_error, read_json
+from ...core.io.private_files import make_private_folder
 from .key_files import PRIVATE, write_key_file
 from .roster import fingerprint, parse_public_key
 

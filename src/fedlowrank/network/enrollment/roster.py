@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
 from ...core.errors import ConfigError
-from ...core.files import read_json
+from ...core.io.atomic_files import read_json
 from .key_files import read_authority, write_key_file
 
 ROSTER = "roster.json"

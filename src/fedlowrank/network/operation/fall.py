@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median_low
 
 from ...core.errors import FedlowrankError
-from ...simulation.measurements import ACCURACY, LOSS
-from ...simulation.records import RoundRecord
+from ...results.measurements import ACCURACY, LOSS
+from ...results.records import RoundRecord
 from .activity import UpdateShape
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...config.experiment import ExperimentConfig
-from ...config.parsing import build
-from ...config.toml_files import read_toml
+from ...config.reading.parsing import build
+from ...config.reading.toml_files import read_toml
 from ...core import tree
-from ...core.bounds import check_bounds
+from ...core.arguments.bounds import check_bounds
+from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import CheckpointError, ConfigError
-from ...core.field_checks import CheckedFields
 from ...methods import METHODS
-from ...simulation.averaged_statistics import average_statistics
-from ...simulation.digest import read_sealed, write_sealed
+from ...rounds.setup.averaged_statistics import average_statistics
+from ...storage.digest import read_sealed, write_sealed
 from ...training.tracing import trace_upload
 from ..client import ClientRuntime
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contribution import Sum, contribution_leaves, map_leaves
+from ...core.contract.contribution import Sum, contribution_leaves, map_leaves
+from ...core.contract.method import ClientInfo, Method, ServerView
 from ...core.errors import ConfigError, TaskError
-from ...core.method import ClientInfo, Method, ServerView
 from ...trust.protection import Protected
 from ...trust.secure_sums import FixedPoint, Vector, align
-from ...trust.settings import SecureSums
+from ...trust.trust_settings import SecureSums
 from .distributed_noise import DistributedNoise
 
 AnyMethod = Method[Any, Any, Any, Any]
@@ -84,7 +84,7 @@ def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> 
 
     Args:
         method: of the run.
-        upload: the form of an upload, see :class:`..validation.forms.Template`.
+        upload: the form of an upload, see :class:`..validation.upload_forms.Template`.
         client: any one.
         server: state of the server.
 

@@ -27,11 +27,11 @@ import torch
 from ...core import tree
 from ...core.errors import ConfigError
 from ...core.tree import Params
-from ...trust.accounting import epsilon
-from ...trust.budget import Budget
-from ...trust.noise import discrete_gaussian
+from ...trust.privacy.accounting import epsilon
+from ...trust.privacy.budget import Budget
+from ...trust.privacy.noise import discrete_gaussian
 from ...trust.secure_sums import FixedPoint, Vector
-from ...trust.settings import Trust
+from ...trust.trust_settings import Trust
 from .member import threshold
 
 LEAST_STD = 16.0

@@ -4,7 +4,7 @@ A server that goes back to an earlier checkpoint, or that asks again without one
 difference is that client's contribution; and so would a server that starts another run. So a client masks one
 vector a round number for ever, whatever became of it, and in one run: a round that is repeated is lost. The records
 are on the disk before the vector leaves. That of rounds is with the site's ledger of privacy
-(:mod:`fedlowrank.trust.site_ledger`), for the client's folder may be removed, or be another one:
+(:mod:`fedlowrank.trust.privacy.site_ledger`), for the client's folder may be removed, or be another one:
 
 STATE/masked/RUN-CLIENT.json    the last round, counted from 1, in which the client masked a vector
 FOLDER/masked.json              the run in which this folder masks; it stays when the folder is forgotten
@@ -19,9 +19,9 @@ from typing import Any
 from filelock import FileLock
 
 from ...core.errors import CheckpointError
-from ...simulation.digest import read_sealed, write_sealed
+from ...storage.digest import read_sealed, write_sealed
+from ...trust.privacy.site_ledger import open_state
 from ...trust.secure_sums import Vector
-from ...trust.site_ledger import open_state
 from ..messages import Order, RefusedOrderError
 from .leader import as_bytes
 from .member import Announcement, SecureSumError, SumMember

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ...core import tree
-from ...core.contribution import Aggregator, Sum, contribution_leaves
+from ...core.contract.contribution import Aggregator, Sum, contribution_leaves
+from ...core.contract.method import ClientInfo
 from ...core.errors import ConfigError
-from ...core.method import ClientInfo
-from ...engines.base import AnyMethod, ClientJob, ClientResult
+from ...engines.engine import AnyMethod, ClientJob, ClientResult
 from ...training.trainer import Meter
 from ...trust.secure_sums import FixedPoint, Vector
 from ..messages import Answer, Step

@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 
 from ...core.errors import CheckpointError
-from ...simulation.digest import read_sealed, write_sealed
+from ...storage.digest import read_sealed, write_sealed
 from ..messages import RefusedOrderError
 
 SITE = "site.json"

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import CheckpointError
-from ...core.files import append_event
-from ...simulation.digest import digest_of
+from ...core.io.atomic_files import append_event
+from ...storage.digest import digest_of
 from ..messages import one_line
-from .settings import SiteSettings
+from .site_settings import SiteSettings
 
 AUDIT = "audit.jsonl"
 """Name of the file in a client's folder."""

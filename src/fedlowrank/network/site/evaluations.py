@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from ...data.dataset import ClientData
-from ...simulation.measurements import ACCURACY, ROUTE, Block, Column
+from ...results.measurements import ACCURACY, ROUTE, Block, Column
 
 FEWEST = 20
 """Examples of a split without which no number about it is sent."""

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...adapters.mixture import Pairs
+from ...adapters.mixtures.mixture import Pairs
 from ...adapters.wire_format import Quantized, Rounded, unpack_factors
 from ...core import tree
 from ...linalg.factored import Factored

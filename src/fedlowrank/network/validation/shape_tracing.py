@@ -2,7 +2,7 @@
 
 The method's ``local_update`` gets a download of zeros and a trainer that trains nothing, and its result is
 the form of the upload. If clients may send tensors of different shapes, a method states the form by
-:attr:`fedlowrank.core.update.Update.form`.
+:attr:`fedlowrank.core.contract.update.Update.form`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...core import tree
-from ...core.method import ClientInfo, Method, Task
+from ...core.contract.method import ClientInfo, Method, Task
 from ...training.tracing import trace_upload
-from .forms import Template
+from .upload_forms import Template
 
 AnyMethod = Method[Any, Any, Any, Any]
 

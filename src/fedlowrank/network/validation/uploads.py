@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...config.network_settings import Limits
+from ...config.sections.network_section import Limits
 from ...core import tree
-from ...core.contribution import Aggregator, fault_of
+from ...core.contract.contribution import Aggregator, fault_of
+from ...core.contract.method import ClientInfo, ServerView, Task
+from ...core.contract.returned import check_server_state
 from ...core.errors import FedlowrankError
-from ...core.method import ClientInfo, ServerView, Task
-from ...core.returned import check_server_state
-from .forms import MismatchError, Template, decode_upload, shorten_text
 from .norms import difference_norm, floats
 from .shape_tracing import AnyMethod, expected_upload
+from .upload_forms import MismatchError, Template, decode_upload, shorten_text
 
 FAULTS = (
     RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,

@@ -1,0 +1,237 @@
+"""Layers that LoRA adapts: where a module has factors A and B, or could have them (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import TaskError
+from ...core.tree import Params
+from ...linalg.pair import Pair
+from ...models.stateless import is_within
+from ..adaptable import EMBEDDINGS, AdaptableWeight, find_adaptable_weights
+from .lora_layers import LoRALayer, factor_name
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the base model."""
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A layer whose weight is adapted, W + s·B A.
+
+    Attributes:
+        weight: name of the weight's parameter.
+        shape: (d, k) of the weight as a matrix; the update is B A with factors ``[d, r]`` and ``[r, k]``.
+        stored_shape: shape of the weight's parameter.
+        transposed: whether the parameter is stored as ``[k, d]``.
+        a: name of the parameter A, or None if the update is added to the weight.
+        b: name of the parameter B, or None.
+        a_tail: shape of parameter A after r (the kernel of a convolution).
+        b_tail: shape of parameter B after (d, r).
+        embedding: whether the layer is an embedding, whose initial A is zero and whose initial B is random.
+        dtype: of its factors, by default of the weight; layers of one model may differ.
+    """
+
+    weight: str
+    shape: tuple[int, int]
+    stored_shape: tuple[int, ...]
+    transposed: bool = False
+    a: str | None = None
+    b: str | None = None
+    a_tail: tuple[int, ...] = ()
+    b_tail: tuple[int, ...] = ()
+    embedding: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def reshape_update(self, update: Tensor) -> Tensor:
+        """An update ``[d, k]`` in the shape of the weight's parameter."""
+        return (update.mT if self.transposed else update).reshape(self.stored_shape)
+
+    def read_pair(self, params: Mapping[str, Tensor]) -> Pair:
+        """The factors of this layer among a model's parameters."""
+        return Pair(params[str(self.b)].flatten(1), params[str(self.a)].flatten(1))
+
+    def as_parameters(self, pair: Pair) -> Params:
+        """Factors, of any rank, as the two parameters of this layer."""
+        a, b = pair.a, pair.b
+        return {
+            str(self.a): a.reshape(-1, *self.a_tail) if self.a_tail else a,
+            str(self.b): b.reshape(*b.shape, *self.b_tail) if self.b_tail else b,
+        }
+
+
+def is_gaussian_initial(initial: Any) -> bool | None:
+    """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None if it is not supported."""
+    if initial is True:
+        return False
+    return True if isinstance(initial, str) and initial.lower() == "gaussian" else None
+
+
+def uses_gaussian_initial(module: nn.Module) -> bool:
+    """Whether PEFT's configurations within a module ask for a normal A.
+
+    Raises:
+        TaskError: if one asks for an adapter that does not begin as a zero update of an unchanged base.
+    """
+    found = set()
+    for layer in module.modules():
+        configs = getattr(layer, "peft_config", None)
+        for config in configs.values() if isinstance(configs, Mapping) else ():
+            initial = getattr(config, "init_lora_weights", True)
+            found.add(is_gaussian_initial(initial))
+            if None in found:
+                raise TaskError(
+                    f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated "
+                    "training an adapter must begin as a zero update of an unchanged base. Make it with "
+                    "True (Kaiming uniform) or 'gaussian'."
+                )
+    return True in found
+
+
+class FactorParameters(NamedTuple):
+    """The factors of a weight: names within the layer of the weight, A and B, s, r, and whether s is α/√r."""
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+    rank: int
+    rslora: bool
+
+
+def find_factors(layer: nn.Module) -> list[FactorParameters]:
+    """The factors of a layer of PEFT or of :mod:`fedlowrank.adapters.lora.lora_layers`; attention has several.
+
+    Raises:
+        TaskError: if a PEFT layer has several adapters, or its update is not one of the weight.
+    """
+    if isinstance(layer, LoRALayer):
+        return [
+            FactorParameters(
+                name,
+                factor_name(name, "A"),
+                factor_name(name, "B"),
+                layer.lora_scaling,
+                layer.get_parameter(factor_name(name, "A")).shape[0],
+                layer.lora_rslora,
+            )
+            for name in layer.lora_weights
+        ]
+    scaling: Any = getattr(layer, "scaling", None)
+    if getattr(layer, "base_layer", None) is None or not isinstance(scaling, dict):
+        return []
+    peft: Any = layer
+    adapters = [n for n in scaling if n in peft.lora_A or n in peft.lora_embedding_A]
+    if len(adapters) != 1:
+        raise TaskError(
+            f"a PEFT layer has the adapters {sorted(scaling)}; keep one, clients have their own factors"
+        )
+    (n,) = adapters
+    a, b = f"lora_embedding_A.{n}", f"lora_embedding_B.{n}"
+    if n in peft.lora_A:
+        a, b = f"lora_A.{n}.weight", f"lora_B.{n}.weight"
+        _check_convolution(peft.base_layer, peft.lora_A[n])
+    rslora = bool(getattr(layer, "use_rslora", {}).get(n, False))
+    return [FactorParameters("base_layer.weight", a, b, float(scaling[n]), int(peft.r[n]), rslora)]
+
+
+def _check_convolution(base: Any, inner: Any) -> None:
+    """Refuse a convolution of PEFT whose A reads other inputs than the weight beside it."""
+    if isinstance(base, nn.modules.conv._ConvNd):
+        for setting in ("dilation", "padding_mode"):
+            if getattr(base, setting) != getattr(inner, setting):
+                raise TaskError(
+                    f"PEFT's LoRA of a convolution ignores its {setting} = {getattr(base, setting)!r}, so it "
+                    "is no update of the weight; leave the layer out of target_modules, or wrap the module "
+                    "by fedlowrank.adapters.lora.lora_layers.add_lora"
+                )
+
+
+def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameters) -> AdaptedLayer:
+    """The adapted layer of a layer with factors.
+
+    Raises:
+        TaskError: if it is a convolution of PEFT with groups, its weight is no parameter, or its factors are
+            complex.
+    """
+    own = isinstance(layer, LoRALayer)
+    base: Any = layer if own else layer.base_layer
+    parameters = dict(layer.named_parameters())
+    where, attribute = f"{name}.{factors.weight}".lstrip(".").rpartition(".")[::2]
+    # the parameter itself: the attribute of one of our layers is W + s·B A
+    weight = AdaptableWeight(where, base, attribute).parameter()
+    a_shape, b_shape = parameters[factors.a].shape, parameters[factors.b].shape
+    d, k = b_shape[0], math.prod(a_shape[1:])
+    if b_shape[1] != a_shape[0]:
+        raise TaskError(
+            f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
+        )
+    dtype = parameters[factors.a].dtype
+    if dtype.is_complex:
+        raise TaskError(
+            f"layer {name} has LoRA factors of type {dtype}, but federated LoRA is defined for real ones; leave it "
+            "out of target_modules"
+        )
+    embedding = isinstance(base, EMBEDDINGS)
+    # the weight of an embedding [V, D] and of GPT-2's Conv1D [k, d] is the transpose of B A
+    transposed = (
+        factors.weight in layer.lora_transposed
+        if isinstance(layer, LoRALayer)
+        else tuple(weight.shape) == (k, d) and (embedding or bool(getattr(layer, "fan_in_fan_out", 0)))
+    )
+    prefix = name + "." if name else ""
+    return AdaptedLayer(
+        prefix + factors.weight,
+        (d, k),
+        tuple(weight.shape),
+        transposed,
+        prefix + factors.a,
+        prefix + factors.b,
+        tuple(a_shape[1:]) if len(a_shape) > 2 else (),
+        tuple(b_shape[2:]),
+        embedding,
+        dtype,
+    )
+
+
+def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedLayer]:
+    """Linear layers, attention and convolutions outside the head, to whose weights an update can be added.
+
+    A weight that several layers share is one adapted layer, under the first of its names.
+
+    Raises:
+        TaskError: if there is none, or a layer's weight is no parameter of floating point.
+    """
+    found, seen = {}, set()
+    names = {id(p): name for name, p in module.named_parameters()}
+    for target in find_adaptable_weights(module):
+        if target.is_embedding or is_within(target.name, head):
+            continue
+        weight = target.floating_parameter()
+        if id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        shape = tuple(weight.shape)
+        size = shape[0], math.prod(shape[1:])
+        if target.is_transposed:
+            size = size[1], size[0]
+        found[target.name] = AdaptedLayer(
+            # of a complex weight the update is real
+            names[id(weight)],
+            size,
+            shape,
+            target.is_transposed,
+            dtype=weight.dtype.to_real(),
+        )
+    if not found:
+        raise TaskError(
+            "this model has no linear layer and no convolution outside its head, so there is nothing for "
+            "LoRA to adapt"
+        )
+    return found

@@ -1,0 +1,238 @@
+"""LoRA factors of a whole module: where they are, and the parameters they give (Hu et al., arXiv:2106.09685).
+
+An adapted weight is W + s·B A. Three kinds of modules give the same :class:`LoRA`:
+
+- wrapped by PEFT: the factors are parameters of its layers, and the update is applied to activations;
+- made by :func:`fedlowrank.adapters.lora.lora_layers.add_lora`, this package's layers: likewise, or to the weight
+  where other code reads it;
+- any other: s·B A is added to the weight itself, for every linear layer, attention and convolution outside
+  the head.
+
+The scale s is not part of the factors. A wrapped module multiplies by a scale of its own, so its parameter B
+is B times the ratio of both scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.contract.model import Model
+from ...core.errors import TaskError
+from ...core.key import Key
+from ...core.tree import Params
+from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
+from ..adaptable import name_adapted_layer
+from .adapted_layers import (
+    PEFT_PREFIX,
+    AdaptedLayer,
+    FactorParameters,
+    describe_adapted_layer,
+    find_factors,
+    find_plain_layers,
+    uses_gaussian_initial,
+)
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """The adapted layers of a module.
+
+    Attributes:
+        layers: by name of the layer in the base model.
+        base: the frozen weights W, by the name of their parameter.
+        scale: s by which the module itself multiplies B A; 1 if the update is added to the weight.
+        rank: r of the module's own factors, or None.
+        rslora: whether α is divided by √r instead of r.
+        gaussian: whether the initial A is normal (``init_lora_weights = "gaussian"`` of PEFT), not uniform.
+        cache: values derived from it, shared by all clients.
+    """
+
+    layers: Mapping[str, AdaptedLayer]
+    base: Mapping[str, Tensor]
+    scale: float = 1.0
+    rank: int | None = None
+    rslora: bool = False
+    gaussian: bool = False
+    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(d, k) of every adapted weight."""
+        return {name: layer.shape for name, layer in self.layers.items()}
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that an update of one of the layers can have; a higher one adds nothing."""
+        return max(min(shape) for shape in self.shapes.values())
+
+    def initial_factors(self, rank: int, key: Key) -> Factors:
+        """Random initial factors as PEFT's, whose product is zero.
+
+        A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero.
+        Of an embedding A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal
+        A then has the standard deviation 1/rank of this, the largest rank. Factors have the type and the device of
+        their layer.
+
+        Args:
+            rank: r, at most :attr:`largest_rank`; a layer that can have less gets min(d, k) components.
+            key: source of randomness; each layer has its own subkey.
+        """
+        found: Factors = {}
+        for name, layer in self.layers.items():
+            (d, k), generator = layer.shape, (key / name).generator()
+            r = min(rank, d, k)
+            if layer.embedding:
+                b, a = torch.randn(r, d, generator=generator).mT, torch.zeros(r, k)
+            elif self.gaussian:
+                b, a = torch.zeros(d, r), torch.randn(r, k, generator=generator) / rank
+            else:
+                b, a = torch.zeros(d, r), (torch.rand(r, k, generator=generator) * 2 - 1) / math.sqrt(k)
+            device = self.base[layer.weight].device
+            found[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
+        return found
+
+    def insert_factors(
+        self,
+        factors: Factors,
+        scale: float | Tensor,
+        frozen: Factors | None = None,
+        weights: Params | None = None,
+    ) -> Params:
+        """The parameters under which the module computes W + s·B A (+ B' A' of a frozen second adapter).
+
+        Args:
+            factors: B and A of every layer, of any rank.
+            scale: s.
+            frozen: a further update, with a scale of 1.
+            weights: W by the name of its parameter, where it is not the module's own.
+        """
+        found: Params = dict(weights or {})
+        for name, pair in factors.items():
+            layer = self.layers[name]
+            second = None if frozen is None else frozen.get(name)
+            if layer.a is None:
+                update = pair.dense() * scale
+                if second is not None:
+                    update = update + second.dense().to(update.dtype)
+                w = found.get(layer.weight, self.base[layer.weight])
+                found[layer.weight] = w + layer.reshape_update(update).to(w.dtype)
+                continue
+            same = not isinstance(scale, Tensor) and scale == self.scale
+            a, b = pair.a, pair.b if same else pair.b * (scale / self.scale)
+            if second is not None and second.rank:
+                a = torch.cat([second.a.to(a.dtype), a])
+                b = torch.cat([(second.b / self.scale).to(b.dtype), b], 1)
+            found |= layer.as_parameters(Pair(b, a))
+        return found
+
+    def add_to_weights(self, updates: Mapping[str, Tensor]) -> Params:
+        """The weights W with dense updates ``[d, k]`` added, in the weights' own dtype."""
+        found = {}
+        for name, update in updates.items():
+            layer = self.layers[name]
+            w = self.base[layer.weight]
+            found[layer.weight] = (w + layer.reshape_update(update)).to(w.dtype)
+        return found
+
+    def match_module_ranks(self, params: Params, module_params: Params) -> Params:
+        """Parameters of the same model whose factors have the ranks of the module's own.
+
+        Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors
+        are zero.
+        """
+        found = dict(params)
+        for layer in self.layers.values():
+            if layer.a is None or layer.a not in params or layer.b not in params:
+                continue
+            a, b = params[layer.a], params[layer.b]
+            pair, rank = layer.read_pair(params), module_params[layer.a].shape[0]
+            if pair.rank > rank:
+                weight = params.get(layer.weight, module_params[layer.weight])
+                update = layer.reshape_update(pair.dense() * self.scale)
+                found[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
+                pair = truncate_pair(pair, 0)
+            pair = zero_pad_pair(pair, rank)
+            found[layer.a] = pair.a.reshape(rank, *a.shape[1:])
+            found[layer.b] = pair.b.reshape(-1, rank, *b.shape[2:])
+        return found
+
+
+def lora_of(model: Model) -> LoRA:
+    """The :class:`LoRA` of a model, found once; raises TaskError as :func:`find_lora`."""
+    if "lora" not in model.cache:
+        model.cache["lora"] = find_lora(model.module, model.head_name)
+    found: LoRA = model.cache["lora"]
+    return found
+
+
+def parameters_beside_factors(model: Model) -> Params:
+    """Initial values of what is trained beside LoRA factors: the head, and whatever else is not frozen."""
+    factors = {n for layer in lora_of(model).layers.values() for n in (layer.a, layer.b) if n is not None}
+    if factors:
+        return {n: p for n, p in model.initial.items() if n not in factors}
+    return {} if model.head_name is None else model.head_of(model.initial)
+
+
+def find_lora(module: nn.Module, head: str | None) -> LoRA:
+    """Find the LoRA factors of a module; if it has none, its linear layers and convolutions outside the head.
+
+    Args:
+        module: any module.
+        head: name of its head, which is trained whole.
+
+    Raises:
+        TaskError: if no layer can be adapted, layers have different scales, or an adapter of PEFT does not
+            begin as a zero update of an unchanged base.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    adapted: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
+    seen = set()
+    for path, layer in module.named_modules():
+        for found in find_factors(layer):
+            # layers that share a weight share its factors, which are one adapted layer
+            if (a := id(parameters[f"{path}.{found.a}".lstrip(".")])) not in seen:
+                seen.add(a)
+                adapted[name_adapted_layer(path, found.weight)] = path, layer, found
+    if not adapted:
+        plain = find_plain_layers(module, head)
+        return LoRA(plain, {layer.weight: parameters[layer.weight].detach() for layer in plain.values()})
+    layers = {n.removeprefix(PEFT_PREFIX): describe_adapted_layer(*where) for n, where in adapted.items()}
+    factors = [f for _, _, f in adapted.values()]
+    scales = {f.scale: name for name, (_, _, f) in reversed(adapted.items())}
+    if len(scales) > 1:
+        examples = ", ".join(f"{s:g} at {n}" for s, n in reversed(scales.items()))
+        raise TaskError(
+            f"the LoRA layers of this model have different scales α/r ({examples}); give all the same"
+        )
+    return LoRA(
+        layers,
+        {layer.weight: parameters[layer.weight] for layer in layers.values()},
+        factors[0].scale,
+        max(f.rank for f in factors),
+        any(f.rslora for f in factors),
+        uses_gaussian_initial(module),
+    )
+
+
+def average_present_components(means: Factors, before: Factors, reached: Tensor) -> Factors:
+    """Means of padded factors over those clients alone that have a component.
+
+    Args:
+        means: weighted means of all clients' zero-padded factors.
+        before: value of a component that no client has.
+        reached: sum of the weights of the clients that have each component ``[rank]``, descending; the first
+            is that of all.
+    """
+    shares = (reached / reached[0]).tolist()
+    found: Factors = {}
+    for name, pair in means.items():
+        share = pair.a.new_tensor(shares[: pair.rank])
+        b, a = torch.where(share > 0, pair.b / share, before[name].b), pair.a / share[:, None]
+        found[name] = Pair(b, torch.where(share[:, None] > 0, a, before[name].a))
+    return found

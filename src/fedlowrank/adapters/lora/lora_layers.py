@@ -1,0 +1,414 @@
+"""LoRA for the layers of any module: the weight W becomes W + s·B A, over a frozen W (Hu et al. 2021).
+
+A layer stays the object that it is, with its class, options, hooks and buffers; W stays the parameter of its
+name, and A and B are parameters beside it. Reading ``layer.weight`` gives W + s·B A: code that uses the
+weight without calling the layer, such as tied output layers, attention, and PyTorch's fused inference of
+``nn.TransformerEncoderLayer``.
+
+A call of a linear layer, a convolution or an embedding does not form W + s·B A but computes W x + s·B (A x).
+That is the same function where the layer's ``forward`` is PyTorch's own, and cheaper. With a weight
+of 2048 × 2048, rank 8 and 1, 16 and 256 rows, forming the weight takes 9.9, 4.0 and 2.0 times its CPU time in
+training, and 6.3, 2.3 and 1.1 times in inference (``benchmarks/lora_forms.py``). All other layers form the weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import check_arguments
+from ...core.errors import TaskError
+from ...core.key import Key
+from ...models.standard import LAYERS
+from ...models.stateless import is_within
+from ..adaptable import AdaptableWeight, find_adaptable_weights
+from .rank_limits import warn_lowered_ranks
+
+_CONVOLVE = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv3d: functional.conv3d}
+
+
+class LoRALayer(nn.Module):
+    """What a layer with low-rank updates has besides its own class.
+
+    ``lora_A`` is A ``[r, k]``, random; of a convolution k = in · k1 · k2. ``lora_B`` is B ``[d, r]``, zero.
+    Of an embedding k is the number of rows, A zero and B random. The weights of ``nn.MultiheadAttention``
+    have factors of their own: ``in_proj_lora_A`` and so on.
+
+    The weight that an attribute gives is computed at every access. So changes of it in place are lost, as
+    with ``torch.nn.utils.parametrize``; :meth:`base_weight` is W itself.
+
+    Attributes:
+        lora_scaling: s.
+        lora_rslora: whether s came from α/√r.
+        lora_transposed: names of the weights that are W + s·(B A)ᵀ: of embeddings, of GPT-2's ``Conv1D``, and
+            those that share their parameter with one.
+        lora_class: the layer's own class.
+        lora_weights: names of its weights that are adapted.
+    """
+
+    lora_scaling: float
+    lora_rslora: bool
+    lora_transposed: frozenset[str]
+    lora_class: ClassVar[type[nn.Module]]
+    lora_weights: ClassVar[tuple[str, ...]]
+
+    def base_weight(self, name: str = "weight") -> Tensor:
+        """The frozen W."""
+        # replicas of nn.DataParallel have no parameters but plain attributes. Not getattr, for an
+        # AttributeError in a property would let nn.Module find the parameter W instead.
+        values: dict[str, Any] = self.__dict__ if name in self.__dict__ else self._parameters
+        tensor: Tensor = values[name]
+        return tensor
+
+    def factors(self, name: str = "weight") -> tuple[Tensor, Tensor]:
+        """(b, a) with the product b a in the orientation of the weight: B and A, or Aᵀ and Bᵀ."""
+        a, b = (self.base_weight(factor_name(name, f)) for f in "AB")
+        return (a.mT, b.mT) if name in self.lora_transposed else (b, a)
+
+    def adapted_weight(self, name: str = "weight") -> Tensor:
+        """W + s·B A."""
+        w = self.base_weight(name)
+        b, a = self.factors(name)
+        # s is multiplied into the smaller factor, which saves a pass over the weight
+        return w + ((self.lora_scaling * b) @ a).reshape(w.shape).to(w.dtype)
+
+    def extra_repr(self) -> str:
+        """The layer's own, with the rank."""
+        rank = self.base_weight(factor_name(self.lora_weights[0], "A")).shape[0]
+        return ", ".join(filter(None, [super().extra_repr(), f"rank={rank}, scaling={self.lora_scaling:g}"]))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # the class is made at run time, so a copy makes it again
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_layer, (self.lora_class, self.lora_weights), *reduced[2:]
+
+
+class _LinearLayer(LoRALayer):
+    def forward(self, x: Tensor) -> Tensor:
+        """W x + s·B (A x)."""
+        layer: Any = self
+        b, a = self.factors()
+        out = functional.linear(x, self.base_weight(), layer.bias)
+        return out + self.lora_scaling * functional.linear(functional.linear(x, a), b)
+
+
+class _Conv1DLayer(LoRALayer):
+    def forward(self, x: Tensor) -> Tensor:
+        """X W + s·(x b) a, of GPT-2's linear layer with the weight ``[k, d]``."""
+        layer: Any = self
+        b, a = self.factors()
+        out = functional.linear(x, self.base_weight().mT, layer.bias)
+        return out + self.lora_scaling * functional.linear(functional.linear(x, b.mT), a.mT)
+
+
+class _ConvolutionLayer(LoRALayer):
+    def forward(self, x: Tensor) -> Tensor:
+        """W * x + s·B (A * x): A is a convolution with the layer's options, B one of kernel size 1."""
+        layer: Any = self
+        if layer.groups > 1:
+            # B A is an update of the weight [out, in / groups, ...], not one convolution after another
+            return super().forward(x)  # type: ignore[no-any-return]  # of the layer's own class
+        w, (b, a) = self.base_weight(), self.factors()
+        out: Tensor = layer._conv_forward(x, w, layer.bias)
+        inner = layer._conv_forward(x, a.reshape(-1, *w.shape[1:]), None)
+        convolve = next(f for kind, f in _CONVOLVE.items() if isinstance(self, kind))
+        return out + self.lora_scaling * convolve(inner, b.reshape(*b.shape, *[1] * (w.ndim - 2)))
+
+
+class _EmbeddingLayer(LoRALayer):
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows of W and s times rows of (B A)ᵀ; padding gives no gradient, as the layer defines it.
+
+        Gradients of A and B are dense where those of W would be sparse.
+        """
+        layer: Any = self
+        padding = layer.padding_idx
+        if layer.max_norm is not None or layer.scale_grad_by_freq:
+            # both are defined by whole rows, those of W + s·(B A)ᵀ; max_norm then changes no frozen W
+            norm = layer.max_norm, layer.norm_type
+            return functional.embedding(x, layer.weight, padding, *norm, layer.scale_grad_by_freq)
+        b, a = self.factors()
+        update = functional.linear(functional.embedding(x, b), a.mT)
+        if padding is not None:
+            update = torch.where((x == padding).unsqueeze(-1), update.detach(), update)
+        return functional.embedding(x, self.base_weight(), padding) + self.lora_scaling * update
+
+
+class _EmbeddingBagLayer(LoRALayer):
+    def forward(
+        self, x: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Bags of rows of W and s times bags of rows of (B A)ᵀ; padding is in no bag, as the layer defines it.
+
+        Gradients of A and B are dense where those of W would be sparse.
+        """
+        layer: Any = self
+
+        def bags(table: Tensor) -> Tensor:
+            found: Tensor = functional.embedding_bag(
+                x,
+                table,
+                offsets,
+                layer.max_norm,
+                layer.norm_type,
+                layer.scale_grad_by_freq,
+                layer.mode,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=layer.include_last_offset,
+                padding_idx=layer.padding_idx,
+            )
+            return found
+
+        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.mode == "max":
+            # these are defined by whole rows, those of W + s·(B A)ᵀ; max_norm then changes no frozen W
+            return bags(layer.weight)
+        b, a = self.factors()
+        return bags(self.base_weight()) + self.lora_scaling * functional.linear(bags(b), a.mT)
+
+
+def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
+    """The form for layers of a class: with a product of its own only where ``forward`` is known."""
+    code: Any = base
+    if code.forward is nn.Linear.forward:
+        return _LinearLayer
+    if code.forward is nn.Embedding.forward:
+        return _EmbeddingLayer
+    if code.forward is nn.EmbeddingBag.forward:
+        return _EmbeddingBagLayer
+    for kind in _CONVOLVE:
+        if code.forward is kind.forward and code._conv_forward is kind._conv_forward:
+            return _ConvolutionLayer
+    return (
+        _Conv1DLayer
+        if f"{base.__module__}.{base.__name__}" == "transformers.pytorch_utils.Conv1D"
+        else LoRALayer
+    )
+
+
+def factor_name(weight: str, factor: str) -> str:
+    """Name of a factor, ``"A"`` or ``"B"``, of a layer's weight: ``lora_A`` of ``weight``."""
+    return f"{weight.removesuffix('weight')}lora_{factor}"
+
+
+def _weight_property(name: str) -> property:
+    def read(layer: LoRALayer) -> Tensor:
+        return layer.adapted_weight(name)
+
+    def write(layer: LoRALayer, value: Tensor) -> None:
+        # only for replicas of nn.DataParallel: a parameter of that name is assigned by nn.Module
+        layer.__dict__[name] = value
+
+    return property(read, write)
+
+
+@cache
+def _lora_class(base: Any, weights: tuple[str, ...]) -> type[LoRALayer]:
+    """The subclass of a layer's class whose weights are adapted."""
+    # of a class of the user's nothing is known, so it is not one of this package's layers
+    module = __name__ if base in LAYERS else base.__module__
+    own = {name: _weight_property(name) for name in weights}
+    more = {"__module__": module, "lora_class": base, "lora_weights": weights}
+    return type(f"LoRA{base.__name__}", (_product_form(base), base), {**own, **more})
+
+
+def _new_layer(base: Any, weights: tuple[str, ...]) -> LoRALayer:
+    made = _lora_class(base, weights)
+    return made.__new__(made)
+
+
+@check_arguments
+def add_lora(
+    module: nn.Module,
+    rank: int,
+    alpha: float | None = None,
+    *,
+    target_modules: str | Sequence[str] = "all",
+    rslora: bool = False,
+    trainable: Sequence[str] = (),
+    key: Key | None = None,
+) -> nn.Module:
+    """A copy of a module with low-rank updates of its weights, everything else frozen.
+
+    Linear layers, attention (``nn.MultiheadAttention``: its projections and its output layer), convolutions
+    and embeddings (``nn.EmbeddingBag``, too) can be adapted; other layers stay frozen. Adapted layers stay what
+    they are, with all their options: ``isinstance``, hooks and the names of the frozen weights are as before, and
+    ``layer.weight`` is W + s·B A; see :class:`LoRALayer`.
+    A weight that several layers share has one update, which all of them get if one of them is a target.
+
+    Args:
+        module: left as it is.
+        rank: r. Above the largest that one of the layers can have it is lowered to that, α/r included; a layer
+            that can have less gets fewer components under the same scale. Either is warned of.
+        alpha: α; by default r, a scale of 1.
+        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular
+            expression for whole names, or ``"all"``. The name of an attention layer means all its weights.
+        rslora: scale by α/√r instead of α/r.
+        trainable: names of submodules that are trained whole, such as a head.
+        key: of the initial A; by default ``Key((0,))``.
+
+    Returns:
+        The module; its output is at first the original's exactly.
+
+    Raises:
+        TaskError: if nothing matches, a layer cannot be adapted (a weight that is parametrized, such as by
+            ``weight_norm``, or of integers), is lazy, or has LoRA factors already.
+        ConfigError: if the rank is no whole number of at least 1.
+    """
+    rank = check_minimum("add_lora.rank", rank, 1)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TaskError(f"{name} belongs to a lazy layer without a shape; run one forward pass first")
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoRALayer) or hasattr(layer, "lora_A"):
+            raise TaskError(
+                f"layer {name or '(the module itself)'} has LoRA factors already; add them once, to the module "
+                "without them, for all layers together"
+            )
+    # of the module itself, because a weight under weight_norm cannot be copied
+    for found in _find_targets(module, target_modules, trainable):
+        found.floating_parameter()
+    made = copy.deepcopy(module)
+    key = Key((0,)) if key is None else key
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for layer in made.modules():
+        for attribute, p in layer._parameters.items():
+            holders.setdefault(id(p), []).append((layer, attribute))
+    targets = list(_find_targets(made, target_modules, trainable))
+    shapes = {t.name: (len(w), w[0].numel()) for t in targets for w in [t.parameter()]}
+    warn_lowered_ranks("LoRA", dict.fromkeys(shapes, rank), shapes)
+    rank = min(rank, max(min(shape) for shape in shapes.values()))
+    scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+    adapted: dict[nn.Module, dict[str, tuple[nn.Parameter, nn.Parameter, bool]]] = {}
+    for target in targets:
+        weight, name = target.parameter(), target.name
+        if target.attribute in adapted.get(target.layer, {}):
+            continue
+        if getattr(target.layer, "sparse", False) and _product_form(type(target.layer)) is LoRALayer:
+            raise TaskError(
+                f"layer {name} ({type(target.layer).__name__}) has sparse gradients, which do not reach LoRA "
+                "factors in a forward pass of its own; set sparse=False, or leave it out"
+            )
+        a, b = _initial_factors(target, min(rank, *shapes[name]), key / name)
+        for layer, attribute in holders[id(weight)]:
+            adapted.setdefault(layer, {})[attribute] = a, b, target.is_transposed
+    for parameter in made.parameters():
+        parameter.requires_grad_(False)
+    for layer, weights in adapted.items():
+        _adapt(layer, weights, scaling, rslora)
+    for name in trainable:
+        for parameter in _submodule(made, name).parameters():
+            # others take no gradient
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(True)
+    return made
+
+
+def merge_lora(module: nn.Module) -> nn.Module:
+    """A plain copy of a module of :func:`add_lora`: each layer of its own class, with the weight W + s·B A.
+
+    Weights that layers share stay shared. A module without low-rank updates is only copied.
+    """
+    made = copy.deepcopy(module)
+    merge_lora_(made)
+    return made
+
+
+def merge_lora_(module: nn.Module) -> None:
+    """:func:`merge_lora` in place."""
+    layers = [layer for layer in module.modules() if isinstance(layer, LoRALayer)]
+    with torch.no_grad():
+        # all of them before the first change, because layers may share W
+        merged = [
+            (layer._parameters[n], layer.adapted_weight(n)) for layer in layers for n in layer.lora_weights
+        ]
+        for p, value in merged:
+            if p is not None:
+                p.copy_(value)
+    for layer in layers:
+        for name in layer.lora_weights:
+            for factor in "AB":
+                delattr(layer, factor_name(name, factor))
+        del layer.lora_scaling, layer.lora_rslora, layer.lora_transposed
+        layer.__class__ = layer.lora_class  # type: ignore[assignment]  # what it was before
+
+
+def _adapt(
+    layer: Any,
+    weights: dict[str, tuple[nn.Parameter, nn.Parameter, bool]],
+    scaling: float,
+    rslora: bool,
+) -> None:
+    """Adapt some weights of a layer, in place; the object stays the same, with its references and hooks."""
+    own: Any = type(layer)
+    layer.__class__ = _lora_class(own, tuple(weights))
+    layer.lora_scaling, layer.lora_rslora = scaling, rslora
+    layer.lora_transposed = frozenset(name for name, (_, _, transposed) in weights.items() if transposed)
+    for name, (a, b, _) in weights.items():
+        layer.register_parameter(factor_name(name, "A"), a)
+        layer.register_parameter(factor_name(name, "B"), b)
+
+
+def _initial_factors(target: AdaptableWeight, rank: int, key: Key) -> tuple[nn.Parameter, nn.Parameter]:
+    """A random and B zero; of an embedding A zero and B random."""
+    weight, draw = target.parameter(), key.generator()
+    d, k = weight.shape[0], math.prod(weight.shape[1:])
+    if target.is_transposed:
+        d, k = k, d
+    if target.is_embedding:
+        a, b = torch.zeros(rank, k), torch.randn(d, rank, generator=draw)
+    else:
+        a, b = (torch.rand(rank, k, generator=draw) * 2 - 1) / math.sqrt(k), torch.zeros(d, rank)
+    return nn.Parameter(a.to(weight)), nn.Parameter(b.to(weight))
+
+
+def _find_targets(
+    module: nn.Module, target_modules: str | Sequence[str], trainable: Iterable[str]
+) -> list[AdaptableWeight]:
+    whole = {id(p) for name in trainable for p in _submodule(module, name).parameters()}
+    layers = [
+        found
+        for found in find_adaptable_weights(module)
+        if id(found.layer._parameters.get(found.attribute)) not in whole
+        and not any(is_within(found.name, t) for t in trainable)
+    ]
+    attention = {n for n, m in module.named_modules() if isinstance(m, nn.MultiheadAttention)}
+
+    def is_target(name: str) -> bool:
+        parent = name.rpartition(".")[0]
+        return _matches(name, target_modules) or (parent in attention and _matches(parent, target_modules))
+
+    targets = [found for found in layers if is_target(found.name)]
+    if not targets:
+        there = Counter(found.name.rsplit(".", 1)[-1] for found in layers)
+        available = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
+        raise TaskError(
+            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: "
+            f"{available}"
+        )
+    return targets
+
+
+def _matches(name: str, target: str | Sequence[str]) -> bool:
+    if target == "all":
+        return True
+    if isinstance(target, str):
+        return re.fullmatch(target, name) is not None
+    return any(name == t or name.endswith(f".{t}") for t in target)
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        there = sorted(n for n, _ in module.named_children())
+        raise TaskError(f"trainable: there is no submodule {name!r}; the module has {there}") from error

@@ -1,0 +1,39 @@
+"""Ranks above what a layer can have: lowered in every place where a rank is set, with one warning.
+
+An update of a weight, as a matrix ``[d, k]``, has at most rank min(d, k); more components add nothing to what
+it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...core.errors import LoweredRankWarning, warn_user
+
+_SHOWN = 5
+"""Layers that a warning names."""
+
+
+def describe_lowered_ranks(ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """A sentence that names the ranks, the layers and the ranks used there; none if nothing is lowered.
+
+    Args:
+        ranks: that were set, by layer name.
+        shapes: (d, k) of every adapted weight as a matrix, by layer name.
+    """
+    lowered = {name: min(shapes[name]) for name, rank in ranks.items() if rank > min(shapes[name])}
+    if not lowered:
+        return []
+    found = []
+    for rank in sorted({ranks[name] for name in lowered}):
+        names = [name for name in lowered if ranks[name] == rank]
+        shown = ", ".join(f"{lowered[n]} in {n} ({' × '.join(map(str, shapes[n]))})" for n in names[:_SHOWN])
+        more = f" and less in {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else ""
+        found.append(f"rank {rank} is above what layers can have; used is {shown}{more}")
+    return found
+
+
+def warn_lowered_ranks(whose: str, ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Warn of ranks that are lowered; see :func:`describe_lowered_ranks`."""
+    for text in describe_lowered_ranks(ranks, shapes):
+        warn_user(f"{whose}: {text}", LoweredRankWarning)

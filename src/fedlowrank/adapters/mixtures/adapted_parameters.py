@@ -1,0 +1,279 @@
+"""Parameters of a module that mixture adaptors adapt (FLoRAL, §3.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...core.errors import ConfigError, TaskError, did_you_mean
+from ..adaptable import ATTENTION, find_adaptable_weights, is_conv1d
+from ..lora.rank_limits import warn_lowered_ranks
+from .mixture import Construction, check_rank_or_budget, choose_fold
+
+if TYPE_CHECKING:
+    from ...core.contract.model import Model
+
+Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+NO_PATTERN: Mapping[str, float] = MappingProxyType({})
+Include = Callable[[str, nn.Module], bool]
+"""Whether a layer is adapted, by its dotted name and the layer itself."""
+
+_MATRICES: dict[type[nn.Module], Kind] = {
+    nn.Linear: "linear",
+    nn.MultiheadAttention: "linear",
+    nn.modules.conv._ConvNd: "convolution",
+    nn.Embedding: "embedding",
+    nn.EmbeddingBag: "embedding",
+}
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_WEIGHTS = ("weight", *ATTENTION)
+_BIASES = ("bias", "in_proj_bias", "bias_k", "bias_v")
+
+
+@dataclass(frozen=True)
+class AdaptedParameter:
+    """One parameter that gets adaptors.
+
+    Attributes:
+        layer: dotted name of the layer with the parameter; of a shared one, the first.
+        kind: what it is.
+        shape: of the parameter.
+        rank: of each adaptor; 0 for an offset.
+        parameter_count: of each adaptor.
+        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
+            places.
+        note: a rank that is not the one asked for, other layers that share the parameter.
+        asked: the rank asked for, above :attr:`rank` where the weight as a matrix cannot have it.
+        matrix: rows and columns of the weight as a matrix; of an offset (0, 0).
+    """
+
+    layer: str
+    kind: Kind
+    shape: tuple[int, ...]
+    rank: int
+    parameter_count: int
+    note: str = ""
+    transposed: bool = False
+    asked: int = 0
+    matrix: tuple[int, int] = (0, 0)
+
+
+def find_adapted_parameters(
+    module: nn.Module,
+    rank: float,
+    construction: Construction = "balanced",
+    kinds: tuple[Kind, ...] = KINDS,
+    include: Include | None = None,
+    rank_pattern: Mapping[str, float] = NO_PATTERN,
+) -> dict[str, AdaptedParameter]:
+    """The parameters of a module that get adaptors, by name.
+
+    Args:
+        module: any module; layers other than linear, attention, convolution, embedding and normalization get
+            none, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a
+            linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
+            is a normalization.
+        rank: an integer, lowered where it is above what a weight can have; or a budget ρ in (0, 1), see
+            :meth:`.mixture.Fold.rank`.
+        construction: of convolutions.
+        kinds: what is adapted.
+        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
+            that several layers share is adapted if one of them is.
+        rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``; the
+            first that fits counts. The others have ``rank``.
+
+    Raises:
+        TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point,
+            a weight is computed from other parameters (``weight_norm``, a parametrization), or an embedding
+            renormalizes its rows or has sparse gradients.
+        ConfigError: if a rank is neither an integer nor a budget, a kind or the construction is unknown, or a name
+            of ``rank_pattern`` fits no layer with adaptors.
+    """
+    _check_choices(kinds, construction)
+    # checks ranks even if only offsets are adapted
+    for asked in (rank, *rank_pattern.values()):
+        check_rank_or_budget("rank", asked)
+    for weight in find_adaptable_weights(module):
+        asked_for = _matrix_kind(weight.layer) in kinds and (
+            include is None or include(weight.path, weight.layer)
+        )
+        if asked_for and weight.is_computed:
+            # raises TaskError
+            weight.parameter()
+    unused: set[str | None] = {*rank_pattern}
+    first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, AdaptedParameter] = {}
+    for name, layer in module.named_modules():
+        for local, parameter in layer.named_parameters(recurse=False):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise TaskError(
+                    f"{_describe_layer(name, layer)} is lazy and has no shape yet; run one forward pass first"
+                )
+            kind = kind_of(layer, local, parameter)
+            if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
+                continue
+            _check_adaptable(name, layer, parameter)
+            own = first[id(parameter)]
+            if own in found:
+                found[own] = replace(found[own], note=_join_notes(found[own].note, f"shared with {name}"))
+            else:
+                end = next((end for end in rank_pattern if f".{name}".endswith(f".{end}")), None)
+                r = rank if end is None else rank_pattern[end]
+                unused.discard(end)
+                made = _adapted_parameter(name, kind, tuple(parameter.shape), r, construction)
+                found[own] = replace(made, transposed=kind == "linear" and is_conv1d(layer))
+    if not found:
+        there = sorted(
+            {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
+        )
+        raise TaskError(
+            f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear "
+            "layers, attention, convolutions, embeddings and normalizations can be adapted (asked for: "
+            f"{', '.join(kinds) or 'nothing'}"
+            + (", of the layers that the predicates let through)." if include is not None else ").")
+        )
+    if unused:
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in found)
+        raise ConfigError(
+            f"rank_pattern: no layer with adaptors has a name that ends in {min(map(str, unused))!r}; they are "
+            f"{', '.join(map(repr, layers))}"
+        )
+    return found
+
+
+def find_trained_adapted_parameters(
+    model: Model,
+    rank: float,
+    construction: Construction,
+    kinds: tuple[Kind, ...],
+    rank_pattern: Mapping[str, float] = NO_PATTERN,
+) -> dict[str, AdaptedParameter]:
+    """:func:`find_adapted_parameters` among the trained parameters of an architecture.
+
+    Raises:
+        TaskError: if none is trained, and as :func:`find_adapted_parameters`.
+    """
+    adapted = find_adapted_parameters(model.module, rank, construction, kinds, None, rank_pattern)
+    found = {n: s for n, s in adapted.items() if n in model.initial}
+    if not found:
+        raise TaskError(
+            "all parameters that adaptors could be added to are frozen (requires_grad=False); let some "
+            "train, or choose a LoRA method such as fedhl"
+        )
+    return found
+
+
+def warn_adapted_ranks(whose: str, where: Mapping[str, AdaptedParameter]) -> None:
+    """Warn of ranks that are above what a parameter can have."""
+    ranks = {name: adapted.asked for name, adapted in where.items()}
+    warn_lowered_ranks(whose, ranks, {n: adapted.matrix for n, adapted in where.items()})
+
+
+def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
+    for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
+        if word not in known:
+            what = "construction" if known is not KINDS else "kinds"
+            raise ConfigError(f"{what}: {word!r} is no choice. {did_you_mean(str(word), known)}")
+
+
+def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+    """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
+    # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be
+    # added
+    if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
+        return None
+    if isinstance(layer, _NORMS):
+        return "norm"
+    kind = _matrix_kind(layer)
+    if kind is None:
+        return "norm" if _is_named_norm(layer) else None
+    return kind if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+
+
+def _matrix_kind(layer: nn.Module) -> Kind | None:
+    kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
+    return kinds[0] if kinds else "linear" if is_conv1d(layer) else None
+
+
+def _is_named_norm(layer: nn.Module) -> bool:
+    named = any("norm" in c.__name__.lower() for c in type(layer).__mro__)
+    return named and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
+
+
+def _describe_layer(name: str, layer: nn.Module) -> str:
+    return f"layer {name or '(the module itself)'} ({type(layer).__name__})"
+
+
+def _join_notes(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _check_adaptable(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
+    where = _describe_layer(name, layer)
+    if not parameter.is_floating_point():
+        raise TaskError(
+            f"{where} has a parameter of type {parameter.dtype}, to which no adaptor can be added; exclude "
+            "it, or convert the module to floating point"
+        )
+    if getattr(layer, "max_norm", None) is not None:
+        raise TaskError(
+            f"{where} renormalizes its rows in place (max_norm), which an adaptor cannot follow; exclude it"
+        )
+    if getattr(layer, "sparse", False):
+        raise TaskError(
+            f"{where} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it"
+        )
+
+
+def _adapted_parameter(
+    layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construction: Construction
+) -> AdaptedParameter:
+    if kind in ("bias", "norm"):
+        return AdaptedParameter(layer, kind, shape, 0, torch.Size(shape).numel())
+    fold = choose_fold(shape, construction)
+    asked, most = fold.rank(rank), min(fold.size)
+    r, note = min(asked, most), ""
+    if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
+        note = f"the budget is below rank {fold.times}, the least there is"
+    if asked > most:
+        note = _join_notes(note, f"rank {asked} is more than the weight has; {most} taken")
+    return AdaptedParameter(layer, kind, shape, r, r * sum(fold.size), note, asked=asked, matrix=fold.size)
+
+
+def find_norms_with_statistics(
+    module: nn.Module, where: Mapping[str, AdaptedParameter]
+) -> dict[str, tuple[str, str]]:
+    """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
+
+    One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same
+    thing.
+
+    Raises:
+        TaskError: if such a layer shares γ or β with another, or spans processes.
+    """
+    holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    found: dict[str, tuple[str, str]] = {}
+    for name, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        if any(t is None for t in (layer.running_mean, layer.weight, layer.bias)):
+            continue
+        gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
+        shared = holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1
+        if shared or isinstance(layer, nn.SyncBatchNorm):
+            raise TaskError(
+                f"{_describe_layer(name, layer)}: adaptors with statistics of their own "
+                "(reparameterize=False) need a BatchNorm of one process that shares no parameter with "
+                "another layer; use reparameterize=True or exclude it"
+            )
+        if gamma in where and beta in where:
+            found[name] = (gamma, beta)
+    return found

@@ -1,0 +1,409 @@
+"""FLoRAL without a federation: one module with C mixed adaptors, for a plain PyTorch training loop.
+
+Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
+arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.FederatedFloral`; both
+use :mod:`fedlowrank.adapters.mixtures.mixture_adaptors`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import check_arguments
+from ...core.errors import ConfigError, TaskError, warn_user
+from ...core.key import Key
+from ...core.tree import Params
+from ..substitution import (
+    add_forward_hooks,
+    get_submodule,
+    lock_module,
+    named_tensors,
+    set_submodule,
+    substitute_parameters,
+)
+from .adapted_parameters import (
+    KINDS,
+    NO_PATTERN,
+    Include,
+    Kind,
+    find_adapted_parameters,
+    find_norms_with_statistics,
+    warn_adapted_ranks,
+)
+from .mixture import (
+    EPS,
+    BatchNormAdaptor,
+    Construction,
+    LowRankAdaptor,
+    OffsetAdaptor,
+    Pairs,
+    as_offsets,
+    check_ranks_or_budgets,
+    main_statistics,
+    reparameterize,
+)
+from .mixture_adaptors import Adaptors, center_adaptors, initial_adaptors, mix_weights, precondition_adaptors
+from .parameter_budget import ParameterBudget, compute_budget, unadapted_warning
+from .router import Route, Router, parse_route
+
+_LEARNED = Router()
+
+
+class Floral(nn.Module):
+    """Any module with a mixture of C low-rank adaptors: each weight w becomes w + α Σ_c π_c a_c (§3.2).
+
+    A forward pass is one pass of the module with mixed weights, whatever C is. It is exact for any stride,
+    padding, dilation, groups, shared weights and layers used twice, and equals the module at the start.
+
+    :attr:`base` is the module itself, not a copy; its parameters train unless they are frozen. Adaptors carry
+    the names of what they adapt: ``adaptors.layer1.0.weight.u``. Code that bypasses this module's forward
+    (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is
+    refused: it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other
+    recomputation in the backward pass (reversible blocks) is not recognized and gives wrong gradients. A
+    layer must read its weight as its own attribute. A warning names weights without adaptors (an LSTM's).
+
+    Args:
+        model: any module with linear layers, attention, convolutions, embeddings or normalizations.
+        rank: of the updates, an integer; or a budget ρ in (0, 1), each parameter's share (rank 1 at least). A
+            rank above what a weight can have is lowered there, with a warning.
+        num_clusters: C.
+        rank_pattern: ranks or budgets of single layers, by the end of their names, such as ``{"head": 10}``.
+        alpha: α.
+        construction: of updates of convolutions; see :mod:`fedlowrank.adapters.mixtures.mixture`.
+        kinds: what is adapted: linear, convolution, embedding, bias, norm.
+        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that
+            hold parameters, not of what contains them.
+        exclude: predicate of the same form: which are not.
+        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update,
+            keep and adapt are the federated method's.
+        reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42).
+            Otherwise each adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x;
+            γ_c, β_c) is computed. These start as the main ones, and batches count for the adaptors that have
+            a share.
+        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout
+            does, so that activation checkpointing replays the noise.
+
+    Attributes:
+        base: the module.
+        theta: θ ``[C]``.
+
+    Raises:
+        TaskError: if nothing can be adapted, a layer is lazy, or a layer cannot be adapted exactly.
+        ConfigError: if a setting is out of range.
+
+    Example:
+        >>> model = Floral(nn.Linear(4, 2), rank=1, num_clusters=3)
+        >>> optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.1)
+        >>> model(torch.ones(5, 4)).square().mean().backward()
+        >>> model.precondition_()
+        >>> optimizer.step()
+        >>> type(model.merge()).__name__
+        'Linear'
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: float = 0.01,
+        num_clusters: int = 4,
+        *,
+        rank_pattern: Mapping[str, float] = NO_PATTERN,
+        alpha: float = 1.0,
+        construction: Construction = "balanced",
+        kinds: tuple[Kind, ...] = KINDS,
+        include: Include | None = None,
+        exclude: Include | None = None,
+        router: Router = _LEARNED,
+        reparameterize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_settings(model, rank, rank_pattern, num_clusters, alpha, router)
+        is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
+        how = (construction, tuple(kinds), is_included, rank_pattern)
+        self._adapted = find_adapted_parameters(model, rank, *how)
+        self.base = model
+        self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
+        self._route: list[float] | None = None
+        # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
+        self._own = {} if reparameterize else find_norms_with_statistics(model, self._adapted)
+        weights = {name: p.detach() for name, p in self._weights().items()}
+        like = weights[next(iter(self._adapted))]
+        warn_adapted_ranks("Floral", self._adapted)
+        if remark := unadapted_warning(model, self._adapted, is_included):
+            hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
+            warn_user(f"{remark}. {hint}; to silence this, exclude=... the others.")
+        self.theta = nn.Parameter(
+            like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32))
+        )
+        self.adaptors = nn.Module()
+        layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
+        for name, a in initial_adaptors(
+            self._adapted, num_clusters, Key((seed,)) / "adaptors", construction, weights
+        ).items():
+            if isinstance(a, Pairs):
+                leaf: nn.Module = LowRankAdaptor(a)
+            else:
+                leaf = BatchNormAdaptor(a, self._layer(layers[name])) if name in layers else OffsetAdaptor(a)
+            set_submodule(self.adaptors, name, leaf)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the base makes of the arguments with its weights mixed.
+
+        Raises:
+            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong
+                because the base uses activation checkpointing.
+        """
+        pi = self._shares(noisy=self.training)
+        own = {name for names in self._own.values() for name in names}
+        adapted = {name: a for name, a in self.adapted().items() if name not in own}
+        hooks = [
+            (self._layer(layer), partial(self._add_term, node, beta, pi))
+            for layer, node, beta in self._norms()
+        ]
+        with lock_module(self.base):
+            mixed = mix_weights(self._weights(), adapted, pi, self.alpha, self.construction)
+            # both last for this pass alone, so that the base stays the module it was
+            with (
+                add_forward_hooks(hooks),
+                substitute_parameters(self.base, {name: mixed[name] for name in adapted}),
+            ):
+                return self.base(*args, **kwargs)
+
+    @property
+    def pi(self) -> Tensor:
+        """The shares π ``[C]`` now, without noise and gradient."""
+        return self._shares(noisy=False).detach()
+
+    def route(self, to: Route | None) -> None:
+        """Fix π, or learn it again. A fixed route is in the state dict; θ then gets no gradient.
+
+        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for
+        one.
+
+        Args:
+            to: a cluster, for its one-hot; shares of all C; or None, to learn.
+
+        Raises:
+            ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
+        """
+        self._route = None if to is None else parse_route(to, self.clusters)
+
+    def merge(self, pi: Route | None = None) -> nn.Module:
+        """A plain copy of the base with the mixture in its weights; shared weights stay shared.
+
+        Args:
+            pi: a cluster or shares of all C; by default what :attr:`pi` is now.
+
+        Returns:
+            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of
+            their own that holds in evaluation mode.
+        """
+        shares = self.pi if pi is None else self.theta.new_tensor(parse_route(pi, self.clusters))
+        with torch.no_grad():
+            weights = self._weights()
+            mixed = mix_weights(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
+            merged = copy.deepcopy(self.base)
+            for name, p in merged.named_parameters():
+                if name in mixed:
+                    p.copy_(mixed[name])
+        return merged
+
+    def adapted(self) -> Adaptors:
+        """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``.
+
+        The tensors are the parameters.
+        """
+        found: Adaptors = {}
+        for name in self._adapted:
+            node = get_submodule(self.adaptors, name)
+            found[name] = (
+                Pairs(node.u, node.v) if isinstance(node, LowRankAdaptor) else cast(Tensor, node.offset)
+            )
+        return found
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer: θ has the router's learning rate and no weight decay."""
+        rest = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
+        return [{"params": rest}, {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0}]
+
+    def parameter_budget(self) -> ParameterBudget:
+        """What the adaptors add, parameter by parameter; print it for a table."""
+        return compute_budget(self.base, self._adapted, self.clusters)
+
+    @torch.no_grad()
+    def precondition_(self, eps: float = EPS) -> None:
+        """Precondition the gradients of low-rank updates in place (appendix D); those that are None stay so.
+
+        Call it once between ``backward()`` and ``step()``, before clipping; or once and for all
+        ``optimizer.register_step_pre_hook(lambda *_: model.precondition_())``.
+
+        Args:
+            eps: ε.
+        """
+        at = {
+            n: a
+            for n, a in self.adapted().items()
+            if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)
+        }
+        gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
+        for name, made in precondition_adaptors(self._weights(), gradients, dict(at), eps).items():
+            for p, g in ((at[name].u, cast(Pairs, made).u), (at[name].v, cast(Pairs, made).v)):
+                if p.grad is not None:
+                    p.grad.copy_(g)
+
+    @torch.no_grad()
+    def center_(self, weights: Sequence[float] | Tensor | None = None) -> None:
+        """Move the mean adaptor into the base (appendix E).
+
+        The merged model of every mixture stays what it is, but for what exceeds the rank (offsets lose
+        nothing). Adaptors of frozen parameters are residual alone.
+
+        Args:
+            weights: p(c) of the mean, C numbers that add up to 1; by default even.
+
+        Raises:
+            TaskError: if every adapted parameter is frozen.
+            ConfigError: if the weights are not such.
+        """
+        p = parse_route([1 / self.clusters] * self.clusters if weights is None else weights, self.clusters)
+        base, adapted = self._weights(), self.adapted()
+        free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
+        if not free:
+            raise TaskError("there is nothing to center: every adapted parameter of the base is frozen")
+        centered_base, residual = center_adaptors(
+            base, free, self.theta.new_tensor(p), self.alpha, self.construction
+        )
+        for layer, node, _ in self._norms():
+            gamma, beta = self._own[layer]
+            if gamma in residual and beta in residual:
+                bn, g, b = self._layer(layer), cast(Tensor, residual[gamma]), cast(Tensor, residual[beta])
+                residual[gamma], residual[beta] = reparameterize(
+                    g, b, main_statistics(bn), node.statistics, bn.eps
+                )
+        for name, a in residual.items():
+            base[name].copy_(centered_base[name])
+            previous = adapted[name]
+            if isinstance(previous, Pairs) and isinstance(a, Pairs):
+                previous.u.copy_(a.u)
+                previous.v.copy_(a.v)
+            else:
+                cast(Tensor, previous).copy_(cast(Tensor, a))
+
+    def get_extra_state(self) -> Tensor:
+        """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
+        return torch.tensor(
+            [math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64
+        )
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Inverse of :meth:`get_extra_state`.
+
+        Raises:
+            ConfigError: if it is that of another number of clusters.
+        """
+        route = state.tolist()
+        if len(route) != self.clusters:
+            raise ConfigError(
+                f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}"
+            )
+        self._route = None if math.isnan(route[0]) else route
+
+    def extra_repr(self) -> str:
+        """The settings that the submodules do not show."""
+        shown = f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}"
+        return f"{shown}, router={self.router}"
+
+    def _shares(self, noisy: bool) -> Tensor:
+        if self._route is not None:
+            fixed = self.theta.new_tensor(self._route)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # a gradient of zeros: DistributedDataParallel needs one of every parameter
+                return torch.where(torch.ones_like(fixed, dtype=torch.bool), fixed, self.theta)
+            return fixed
+        if self.router.routing == "optimal":
+            raise TaskError(
+                "the router's routing is 'optimal', but no route is set; call route(cluster) first"
+            )
+        if not noisy or self.router.noise == 0:
+            return self.router.shares(self.theta)
+        # from torch's generator of the CPU, whose state activation checkpointing restores before it
+        # recomputes
+        key = Key((int(torch.randint(2**62, ())),))
+        return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
+
+    def _weights(self) -> Params:
+        everything = named_tensors(self.base)
+        return {name: everything[name] for name in self._adapted}
+
+    def _layer(self, name: str) -> _BatchNorm:
+        return cast(_BatchNorm, get_submodule(self.base, name))
+
+    def _norms(self) -> Iterator[tuple[str, BatchNormAdaptor, Tensor]]:
+        """Adapted BatchNorm layers with statistics per adaptor: name, γ_c with the statistics, β_c."""
+        for layer, (gamma, beta) in self._own.items():
+            node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
+            yield layer, cast(BatchNormAdaptor, node), cast(Tensor, other.offset)
+
+    def _offsets(self, adapted: Adaptors) -> Adaptors:
+        """The same with each BatchNorm's adaptors as offsets of γ and β, by the current statistics."""
+        found = dict(adapted)
+        for layer, node, beta in self._norms():
+            bn = self._layer(layer)
+            made = as_offsets(node.offset, beta, main_statistics(bn), node.statistics, bn.eps)
+            found.update(zip(self._own[layer], made, strict=True))
+        return found
+
+    def _add_term(
+        self,
+        node: BatchNormAdaptor,
+        beta: Tensor,
+        pi: Tensor,
+        layer: _BatchNorm,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> Tensor:
+        x = args[0] if args else kwargs["input"]
+        return torch.add(
+            output, node.term(x, beta, pi, layer, self.training).to(output.dtype), alpha=self.alpha
+        )
+
+
+def _check_settings(
+    model: nn.Module,
+    rank: float,
+    rank_pattern: Mapping[str, float],
+    num_clusters: int,
+    alpha: float,
+    router: Router,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Floral wraps an nn.Module; it was given {type(model).__name__}")
+    check_ranks_or_budgets("Floral", rank, rank_pattern)
+    check_minimum("Floral.num_clusters", num_clusters, 1)
+    if not 0 < alpha < math.inf:
+        raise ConfigError(f"Floral.alpha must be > 0; it is {alpha}")
+    if router.update != "gradient":
+        raise ConfigError(
+            f"router: update = {router.update!r} needs the losses of all clusters after every round, which a "
+            "plain loop does not have; use 'gradient', or route(shares)"
+        )
+
+
+def _is_included(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
+    return (include is None or include(name, layer)) and not (exclude is not None and exclude(name, layer))
+
+
+def _gradient(p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad

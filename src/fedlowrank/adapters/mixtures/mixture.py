@@ -1,0 +1,334 @@
+"""Mixtures of low-rank updates of one weight: C pairs of factors, of which every client mixes a few.
+
+FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ;
+one of a convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups
+stay those of the layer. All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one
+weight, and a mixed model one forward pass, whatever C is.
+
+Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the parameter count of rank r:
+
+    balanced    one kernel axis to O, the other to I: least rows + columns   (c_min k_max + c_max k_min) r
+    filter      O k2 × I k1 at rank O r: r filters of two steps per output   (O k2 + I k1) O r (eq. 39)
+    channel     O k1 k2 × I, or O × I k1 k2 where that is less               (c_min k1 k2 + c_max) r (eq. 38)
+    reshaped    O k1 k2 × I                                                  (O k1 k2 + I) r (eq. 41)
+    input       O × I k1 k2                                                  (O + I k1 k2) r (Table 4)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...core.arguments.field_checks import check_value
+from ...core.errors import ConfigError
+from ...core.key import Key
+from ...core.tree import tree, widen
+from ...linalg.factored import thin_svd
+
+Construction = Literal["balanced", "filter", "channel", "reshaped", "input"]
+Factor = Literal["u", "v"]
+EPS = 1e-5
+"""ε of the preconditioner, as in the authors' code."""
+
+
+@tree
+class Pairs:
+    """C low-rank updates U_c V_cᵀ of one folded weight.
+
+    Attributes:
+        u: ``[C, rows, r]``.
+        v: ``[C, columns, r]``.
+    """
+
+    u: Tensor
+    v: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Of each update."""
+        return self.u.shape[-1]
+
+    def dense(self) -> Tensor:
+        """The updates ``[C, rows, columns]``."""
+        return self.u @ self.v.mT
+
+    def mixed(self, pi: Tensor) -> Tensor:
+        """Σ_c π_c U_c V_cᵀ for ``pi [C]``, one product: ``[rows, columns]``."""
+        left = (self.u * pi[:, None, None]).movedim(0, 1).flatten(1)
+        return left @ self.v.movedim(0, 1).flatten(1).mT
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A weight as a matrix: which of its axes are rows, in order; the others are columns.
+
+    The rank is ``times`` the one asked for (O for ``filter``).
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    times: int = 1
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Axes that make the columns."""
+        return tuple(i for i in range(len(self.shape)) if i not in self.rows)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return math.prod(self.shape[i] for i in self.rows), math.prod(self.shape[i] for i in self.columns)
+
+    def unfold(self, matrix: Tensor) -> Tensor:
+        """A matrix ``[rows, columns]`` in the shape of the weight."""
+        order = (*self.rows, *self.columns)
+        back = [order.index(i) for i in range(len(order))]
+        return matrix.reshape([self.shape[i] for i in order]).permute(back)
+
+    def rank(self, asked: float) -> int:
+        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1).
+
+        Of a budget it is the largest r ≥ 1 with r (rows + columns) ≤ ρ numel.
+
+        Raises:
+            ConfigError: if it is neither.
+        """
+        asked = check_rank_or_budget("rank", asked)
+        if asked >= 1:
+            return int(asked) * self.times
+        # ρ itself is a rounded number, so a hair above counts as at the bound
+        affordable = asked * math.prod(self.shape) / (sum(self.size) * self.times)
+        return max(1, math.floor(affordable + 1e-9)) * self.times
+
+
+def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
+    """How a weight ``[O, I, kernel...]``, or transposed ``[I, O, kernel...]``, is folded."""
+    if len(shape) == 2:
+        return Fold(shape, (0,))
+    kernel = range(2, len(shape))
+    if construction == "filter":
+        # of one kernel axis there is nothing to share out: it stays with the inputs, as k1 does
+        return Fold(shape, (0, *list(kernel)[1:]), shape[0])
+    everything: list[tuple[int, ...]] = [()]
+    if construction == "balanced":
+        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max):
+        # that is "channel"
+        most = len(kernel)
+        counts = range(1, most) if most > 1 else range(2)
+        everything = [c for n in counts for c in itertools.combinations(kernel, n)]
+    elif construction == "channel":
+        everything = [(), tuple(kernel)]
+    elif construction == "reshaped":
+        everything = [tuple(kernel)]
+    found = [Fold(shape, (0, *axes)) for axes in everything]
+    return min(found, key=lambda f: sum(f.size))
+
+
+def initial_pairs(
+    fold: Fold,
+    rank: float,
+    count: int,
+    key: Key,
+    dtype: torch.dtype = torch.float32,
+    random: Factor = "u",
+    scale: float = 1.0,
+) -> Pairs:
+    """C initial updates of zero: one factor is uniform in ±scale·√(6 / columns), the other is zero.
+
+    Args:
+        fold: of the weight.
+        rank: an integer, or a budget; see :meth:`Fold.rank`.
+        count: C.
+        key: source of randomness; each c has a subkey.
+        dtype: of the weight.
+        random: which factor; by default U, as in the paper.
+        scale: of the range; 1 in the paper.
+    """
+    (rows, columns), r = fold.size, fold.rank(rank)
+    size, other = (columns, rows) if random == "v" else (rows, columns)
+    samples = [torch.rand(size, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    sampled = (2 * torch.stack(samples) - 1) * scale * math.sqrt(6 / columns)
+    zero = torch.zeros(count, other, r, dtype=dtype)
+    return Pairs(zero, sampled) if random == "v" else Pairs(sampled, zero)
+
+
+def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+    """G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹, by a linear solve for all C at once (appendix D).
+
+    So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
+    """
+
+    def solved(g: Tensor, other: Tensor) -> Tensor:
+        other = widen(other)
+        gram = other.mT @ other + eps * torch.eye(at.rank, dtype=other.dtype, device=other.device)
+        # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
+        # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
+        found: Tensor = torch.linalg.solve_ex(gram, widen(g).mT).result
+        return found.mT.to(g.dtype)
+
+    return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
+
+
+def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
+
+    def scaled(g: Tensor, other: Tensor) -> Tensor:
+        other = widen(other)
+        size: Tensor = torch.linalg.matrix_norm(other.mT @ other, keepdim=True)
+        return (g / (size + eps)).to(g.dtype)
+
+    return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
+
+
+def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
+    """The mean update E_c[U_c V_cᵀ], which moves into the base, and rank-r factors of the rest (eq. 37).
+
+    Args:
+        pairs: the updates of a folded weight.
+        weights: of the mean ``[C]``, adding up to 1.
+
+    Returns:
+        The mean ``[rows, columns]``, and updates that share their singular values evenly between the factors.
+        What exceeds rank r is lost. Where a singular value is nothing but rounding, U is zero and V a unit
+        vector: with both at zero no gradient would ever move them again.
+    """
+    mean, dense = pairs.mixed(weights), widen(pairs.dense())
+    u, s, vt = thin_svd(dense - mean)
+    r = pairs.rank
+    s = s[:, None, :r]
+    alive = s > 10 * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(dense).amax()
+    left = u[..., :r] * torch.where(alive, s.sqrt(), 0.0)
+    right = vt.mT[..., :r] * torch.where(alive, s.sqrt(), 1.0)
+    short = r - left.shape[-1]
+    if short > 0:
+        left, right = (functional.pad(t, (0, short)) for t in (left, right))
+    dtype = pairs.u.dtype
+    return mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
+
+
+Statistics = tuple[Tensor, Tensor]
+"""Mean and variance by which a BatchNorm normalizes, ``[d]`` or ``[C, d]``."""
+
+
+def reparameterize(
+    gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """γ_i and β_i of the adaptor's own BatchNorm such that γ_i, β_i are offsets of the main one (eq. 42).
+
+    With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main
+    statistics.
+
+    Args:
+        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``.
+        beta: β_i, like it.
+        main: mean and variance of the main BatchNorm ``[d]``.
+        own: of the adaptor's, like ``gamma``.
+        eps: ε of the layer, which is added to both variances.
+
+    Returns:
+        γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i), with the paper's stop-gradient sg.
+    """
+    (mean, var), (own_mean, own_var) = main, own
+    deviation = (var + eps).sqrt()
+    return (own_var + eps).sqrt() / deviation * gamma, beta + (own_mean - mean) / deviation * gamma.detach()
+
+
+def as_offsets(
+    gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Inverse of :func:`reparameterize`: the offsets of the main γ and β that BN_i(x; γ_i, β_i) amounts to.
+
+    They are (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
+    """
+    (mean, var), (own_mean, own_var) = main, own
+    slope = gamma / (own_var + eps).sqrt()
+    return (var + eps).sqrt() * slope, beta + (mean - own_mean) * slope
+
+
+def main_statistics(layer: _BatchNorm) -> Statistics:
+    """Running mean and variance of a layer that keeps them."""
+    return cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
+
+
+class LowRankAdaptor(nn.Module):
+    """C low-rank updates of one parameter."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(pairs.u), nn.Parameter(pairs.v)
+
+
+class OffsetAdaptor(nn.Module):
+    """C offsets of one parameter."""
+
+    def __init__(self, offset: Tensor) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(offset)
+
+
+class BatchNormAdaptor(OffsetAdaptor):
+    """γ_c ``[C, d]`` of a BatchNorm's adaptors, each with running statistics of its own (app. F.2)."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, offset: Tensor, layer: _BatchNorm) -> None:
+        super().__init__(offset)
+        mean, var = main_statistics(layer)
+        self.register_buffer("running_mean", mean.repeat(len(offset), 1))
+        self.register_buffer("running_var", var.repeat(len(offset), 1))
+        self.register_buffer(
+            "num_batches_tracked", torch.zeros(len(offset), dtype=torch.long, device=mean.device)
+        )
+
+    @property
+    def statistics(self) -> Statistics:
+        """Running means and variances ``[C, d]``."""
+        return self.running_mean, self.running_var
+
+    def term(self, x: Tensor, beta: Tensor, pi: Tensor, layer: _BatchNorm, training: bool) -> Tensor:
+        """Σ_c π_c BN_c(x; γ_c, β_c) in one pass: by the batch in training, else by the running statistics."""
+        pi = pi.to(self.offset.dtype)
+        if not training:
+            slope = self.offset / (self.running_var + layer.eps).sqrt()
+            shift = beta - slope * self.running_mean
+            form = (1, -1, *[1] * (x.ndim - 2))
+            return x * (pi @ slope).view(form) + (pi @ shift).view(form)
+        # with momentum 1 these come back as the statistics of the batch, which all adaptors share
+        mean, var = torch.zeros_like(self.running_mean[0]), torch.ones_like(self.running_var[0])
+        y = functional.batch_norm(x, mean, var, pi @ self.offset, pi @ beta, True, 1.0, layer.eps)
+        with torch.no_grad():
+            # an adaptor without a share takes no part in the layer and has seen nothing
+            took = (pi > 0).to(mean.dtype)
+            self.num_batches_tracked += pi > 0
+            seen = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
+            step = (took / seen if layer.momentum is None else took * layer.momentum)[:, None]
+            self.running_mean += step * (mean - self.running_mean)
+            self.running_var += step * (var - self.running_var)
+        return y
+
+
+def check_rank_or_budget(name: str, asked: Any) -> float:
+    """An integer rank ≥ 1, or a budget ρ in (0, 1); a ConfigError that begins with the name for anything else."""
+    number: float = check_value(name, float, asked)
+    if not 0 < number < 1 and not (number >= 1 and float(number).is_integer()):
+        raise ConfigError(
+            f"{name} must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; it is {number}"
+        )
+    return number
+
+
+def check_ranks_or_budgets(owner: str, rank: float, pattern: Mapping[str, float]) -> None:
+    """Check the arguments ``rank`` and ``rank_pattern`` of a constructor."""
+    check_rank_or_budget(f"{owner}.rank", rank)
+    for end, asked in pattern.items():
+        check_rank_or_budget(f"{owner}.rank_pattern[{end!r}]", asked)

@@ -1,0 +1,143 @@
+"""Mixture adaptors of a whole module: initial values, mixing, preconditioning, centering (FLoRAL).
+
+An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixtures.mixture.Pairs`);
+one of a bias or of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is
+one set of weights and costs one forward pass, and a layer that is used twice, or a weight that two layers
+share, is adapted once.
+
+BatchNorm is adapted with respect to the main statistics. That is the reparameterized form of eq. 42: with γ_i
+→ (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β +
+β_i. In training, where both normalize by the batch, the two forms have the same gradients too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...core.key import Key
+from ...core.tree import Params
+from .adapted_parameters import AdaptedParameter
+from .mixture import (
+    EPS,
+    Construction,
+    Factor,
+    Pairs,
+    center_pairs,
+    choose_fold,
+    initial_pairs,
+    precondition_convolution,
+    precondition_matrix,
+)
+
+_FLOAT32 = torch.zeros(0)
+Adaptors = dict[str, Pairs | Tensor]
+"""C adaptors by name of the parameter they adapt: low-rank updates, or offsets ``[C, ...]``."""
+
+
+def initial_adaptors(
+    where: Mapping[str, AdaptedParameter],
+    count: int,
+    key: Key,
+    construction: Construction = "balanced",
+    like: Tensor | Params = _FLOAT32,
+    random: Factor = "u",
+    scale: float = 1.0,
+) -> Adaptors:
+    """C adaptors of every adapted parameter, each zero at first, with random factors of its own.
+
+    Args:
+        where: see :func:`.adapted_parameters.find_adapted_parameters`.
+        count: C.
+        key: source of randomness.
+        construction: of convolutions.
+        like: a tensor with the dtype and device to have, or one for every parameter by name.
+        random: which factor is random, the other being zero; of embeddings always V, for a row of U
+            that is zero stays so, and with it the row of a padding token.
+        scale: factor on the random factors.
+
+    Raises:
+        ConfigError: if C < 1.
+    """
+    if count < 1:
+        raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
+    found: Adaptors = {}
+    for name, adapted in where.items():
+        t = like[name] if isinstance(like, dict) else like
+        if adapted.rank == 0:
+            found[name] = t.new_zeros((count, *adapted.shape))
+            continue
+        shape = adapted.shape[::-1] if adapted.transposed else adapted.shape
+        # the rank given here is the final one, which filter-wise construction has multiplied already
+        fold = replace(choose_fold(shape, construction), times=1)
+        factor = "v" if adapted.kind == "embedding" else random
+        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, factor, scale)
+        u, v = pairs.u.to(t.device), pairs.v.to(t.device)
+        found[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
+    return found
+
+
+def mix_weights(
+    weights: Params,
+    adapted: Adaptors,
+    pi: Tensor,
+    alpha: float = 1.0,
+    construction: Construction = "balanced",
+) -> Params:
+    """The weights of a model with w + α Σ_c π_c a_c in place of each adapted w, for shares ``pi [C]``.
+
+    Each keeps its dtype; an adaptor may have another, such as float32 beside half precision.
+    """
+    mixed = dict(weights)
+    for name, a in adapted.items():
+        w = weights[name]
+        if isinstance(a, Pairs):
+            update = choose_fold(tuple(w.shape), construction).unfold(a.mixed(_convert_shares(pi, a.u)))
+        else:
+            update = torch.tensordot(_convert_shares(pi, a), a, 1)
+        mixed[name] = torch.add(w, update.to(w.dtype), alpha=alpha)
+    return mixed
+
+
+def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
+    """Precondition the gradients of low-rank factors; those of offsets stay (appendix D)."""
+    found = dict(gradient)
+    for name, a in at.items():
+        g = gradient[name]
+        if isinstance(a, Pairs) and isinstance(g, Pairs):
+            how = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
+            found[name] = how(g, a, eps)
+    return found
+
+
+def center_adaptors(
+    weights: Params,
+    adapted: Adaptors,
+    shares: Tensor,
+    alpha: float = 1.0,
+    construction: Construction = "balanced",
+) -> tuple[Params, Adaptors]:
+    """Move the mean adaptor, by p(c) ``shares [C]`` that add up to 1, into the weights (appendix E).
+
+    Returns:
+        New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose nothing.
+    """
+    base, residual = dict(weights), dict(adapted)
+    for name, a in adapted.items():
+        w = weights[name]
+        if isinstance(a, Pairs):
+            fold = choose_fold(tuple(w.shape), construction)
+            mean, residual[name] = center_pairs(a, _convert_shares(shares, a.u))
+            base[name] = torch.add(w, fold.unfold(mean).to(w.dtype), alpha=alpha).contiguous()
+        else:
+            mean = torch.tensordot(_convert_shares(shares, a), a, 1)
+            base[name], residual[name] = torch.add(w, mean.to(w.dtype), alpha=alpha), a - mean
+    return base, residual
+
+
+def _convert_shares(shares: Tensor, a: Tensor) -> Tensor:
+    return shares.to(a.device, a.dtype)

@@ -1,0 +1,125 @@
+"""How a client mixes clusters: routes π = softmax(θ)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.switch import Switch, check_switch
+from ...core.contract.task import Pass
+from ...core.errors import ConfigError
+from ...core.key import Key
+
+Route = int | Sequence[float] | Tensor
+"""A single cluster, or the shares of all C."""
+
+
+@dataclass(frozen=True)
+class Router(CheckedFields):
+    """How a client learns its mixture π = softmax(θ / temperature).
+
+    Attributes:
+        routing: learned; or optimal, the one-hot of the client's known cluster.
+        lr: learning rate of θ, without weight decay; η of the MFL update.
+        update: gradient, with the model's (Algorithm 1); or mfl, π_c ∝ exp(-η f_k(w_c)) of the models that
+            the server has averaged (eq. 4 and 5): found when they arrive, fixed while the client trains, even
+            shares in the first round.
+        temperature: above 0; a higher one evens the shares out.
+        noise: standard deviation of uniform noise on θ at every training step.
+        top: mix only so many clusters, those with the largest θ, the first of equal ones; None mixes all. A
+            gradient needs two at least.
+        keep: whether a client keeps θ from round to round; else it learns it anew from 0. The MFL update
+            needs no θ kept.
+        adapt: steps in which a client that holds no θ learns it before inference, all else frozen; 0 mixes
+            evenly. The MFL update takes no steps; a client finds its π before it infers as before it trains.
+    """
+
+    routing: Literal["learned", "optimal"] = "learned"
+    lr: float = 0.1
+    update: Literal["gradient", "mfl"] = "gradient"
+    temperature: float = 1.0
+    noise: float = 0.0
+    top: int | None = None
+    keep: bool = True
+    adapt: int = 10
+
+    # keep = False is true of every router that keeps no θ
+    switch: ClassVar[Switch] = Switch(
+        "routing",
+        dict.fromkeys(("lr", "update", "temperature", "noise", "top", "adapt"), ("learned",)),
+    )
+
+    def __post_init__(self) -> None:
+        check_switch(self, self.switch, "router")
+        # the MFL update divides by the temperature what it has multiplied by it
+        reads = dict.fromkeys(("temperature", "noise", "adapt"), ("gradient",))
+        check_switch(self, Switch("update", reads), "router")
+        if not (0 <= self.lr < math.inf and 0 < self.temperature < math.inf and 0 <= self.noise < math.inf):
+            raise ConfigError(
+                f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, "
+                f"{self.temperature}"
+            )
+        if self.adapt < 0 or (self.top is not None and self.top < 1):
+            raise ConfigError(
+                f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}"
+            )
+        if self.top == 1 and self.descends:
+            raise ConfigError(
+                "router: top = 1 mixes one cluster with the share 1 whatever θ is, so θ has no gradient and "
+                "is never learned; use top >= 2, or update = 'mfl'"
+            )
+
+    @property
+    def descends(self) -> bool:
+        """Whether θ is trained together with the model."""
+        return self.routing == "learned" and self.update == "gradient"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether θ is found by the loss of each cluster."""
+        return self.routing == "learned" and self.update == "mfl"
+
+    def passes(self, epochs: int, batch_size: int) -> dict[str, Pass]:
+        """Local training, and the steps in which a newcomer learns its router."""
+        adapt = max(1, self.adapt)
+        return {"local": Pass(epochs, batch_size), "router": Pass(adapt, batch_size, adapt)}
+
+    def shares(self, theta: Tensor) -> Tensor:
+        """π ``[C]`` of θ ``[C]``."""
+        z = theta / self.temperature
+        if self.top is not None and self.top < len(theta):
+            # sorted stably, so that equal ones are ordered alike on every engine
+            left_out = z.detach().sort(descending=True, stable=True).indices[self.top :]
+            z = z.scatter(0, left_out, -math.inf)
+        return z.softmax(0)
+
+    def noises(self, key: Key, steps: int, theta: Tensor) -> Tensor:
+        """Noise on θ for each step ``[steps, C]``; one row of zeros without noise."""
+        if self.noise == 0:
+            return theta.new_zeros(1, len(theta))
+        # a uniform variable on ±b has the standard deviation b / √3
+        uniform = torch.rand(steps, len(theta), generator=key.generator(), dtype=theta.dtype)
+        return ((2 * uniform - 1) * (self.noise * math.sqrt(3))).to(theta.device)
+
+
+def parse_route(route: Route, clusters: int) -> list[float]:
+    """The shares of all C clusters, adding up to 1; a cluster's number gives its one-hot.
+
+    Raises:
+        ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
+    """
+    if isinstance(route, int):
+        if isinstance(route, bool) or not 0 <= route < clusters:
+            raise ConfigError(f"there is no cluster {route!r}; num_clusters is {clusters}, counted from 0")
+        return [float(c == route) for c in range(clusters)]
+    shares = torch.as_tensor(route, dtype=torch.float64).detach()
+    # softmax in half precision adds up to 1 within a thousandth
+    if shares.shape != (clusters,) or not bool((shares >= 0).all()) or abs(float(shares.sum()) - 1) > 1e-3:
+        raise ConfigError(f"a mixture must be {clusters} numbers >= 0 that add up to 1; it is {route}")
+    return cast(list[float], (shares / shares.sum()).tolist())

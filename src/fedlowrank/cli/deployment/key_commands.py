@@ -1,0 +1,260 @@
+"""What ``fedlowrank keys`` does, and what ``serve`` and ``join`` do with keys."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from rich.table import Table
+
+from ...core.errors import ConfigError, FedlowrankError
+from ...network.deploy.keys import (
+    ClientKeys,
+    add_client,
+    expired_clients,
+    make_keys,
+    renew_server,
+    revoke_client,
+)
+from ...network.enrollment.accept import GIVEN, accept_request, prolong_client
+from ...network.enrollment.key_request import (
+    PASSPHRASE,
+    REQUEST,
+    load_client_key,
+    needs_passphrase,
+    request_key,
+)
+from ...network.enrollment.roster import ROSTER, KeyRoster, fingerprint
+from ..terminal import OUT, say
+
+logger = logging.getLogger(__name__)
+
+LOOK = 60.0
+"""Seconds between two looks for keys that have expired."""
+
+
+def keys(
+    folder: Path,
+    clients: int,
+    hosts: Sequence[str],
+    days: int,
+    add: int | None,
+    revoke: int | None,
+    renew: bool,
+    request: int | None = None,
+    passphrase: bool = False,
+    accept: Path | None = None,
+    fingerprint: str = "",
+    roster: bool = False,
+    prolong: int | None = None,
+) -> int:
+    """Make, request, accept, prolong, revoke, renew or show keys."""
+    chosen = {
+        "--add": add,
+        "--revoke": revoke,
+        "--prolong": prolong,
+        "--request": request,
+        "--accept": accept,
+    }
+    given = [name for name, value in chosen.items() if value is not None]
+    given += [name for name, value in {"--renew": renew, "--roster": roster}.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one at a time")
+    for name, value, needed in (
+        ("--passphrase", passphrase, "--request"),
+        ("--fingerprint", fingerprint, "--accept"),
+    ):
+        if value and given != [needed]:
+            raise ConfigError(f"{name} does nothing without {needed}")
+    if request is not None:
+        _request(folder, request, passphrase)
+    elif accept is not None:
+        _accept(folder, accept, days, fingerprint)
+    elif roster:
+        _show_roster(folder)
+    elif add is not None:
+        is_entered = add_client(folder, add, days)
+        say(f"{folder / f'client-{add}'}: give it to client {add} alone; restart `fedlowrank serve`")
+        _say_unsigned(is_entered, f"--add {add}")
+    elif revoke is not None:
+        gone, is_entered = revoke_client(folder, revoke)
+        say(
+            f"{gone}: the key of client {revoke} is revoked: a server that reads this folder refuses it from now on"
+        )
+        _say_unsigned(is_entered, f"--revoke {revoke}")
+    elif prolong is not None:
+        prolong_client(folder, prolong, days)
+        say(
+            f"the key of client {prolong} lives {days} days from now on; bring {folder / 'server' / ROSTER} to the server"
+        )
+    elif renew:
+        renew_server(folder, hosts, days)
+        say(f"{folder / 'server'}: has a new certificate for {days} days; clients notice nothing; "
+            "restart `fedlowrank serve`, with --resume if its run goes on")  # fmt: skip
+    else:
+        _make(folder, clients, hosts, days)
+    return 0
+
+
+def _make(folder: Path, clients: int, hosts: Sequence[str], days: int) -> None:
+    make_keys(folder, clients, hosts, days)
+    say(f"{folder / 'ca.key'}: stays with you; it enters clients and renews the server's certificate")
+    say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
+    say(
+        f"the authority's fingerprint, for every client to compare: {_authority(folder / 'server' / 'ca.crt')}"
+    )
+    if not clients:
+        say(f"a client makes its key by `fedlowrank keys client-N --request N` and sends {REQUEST}; enter it by "
+            f"`fedlowrank keys {folder} --accept {REQUEST}`")  # fmt: skip
+        return
+    say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client alone")
+    say(
+        "for a trial: the clients' private keys were made here, so whoever has or had this folder can act as every "
+        "client. Organizations make their own: `fedlowrank keys FOLDER --clients 0`, then --request and --accept"
+    )
+
+
+def _request(folder: Path, client: int, ask: bool) -> None:
+    passphrase = _new_passphrase() if ask else ""
+    made = request_key(folder, client, passphrase)
+    say(f"{folder / 'client.key'}: your private key; it never leaves this machine")
+    say(f"{folder / REQUEST}: send it to the operator of the server, by any way")
+    say(f"read your key's fingerprint aloud to the operator: {made.fingerprint}")
+    say(f"then put what the operator gives you ({', '.join(GIVEN)}) into {folder}, and compare the authority's "
+        f"fingerprint aloud: `fedlowrank keys {folder} --roster`")  # fmt: skip
+
+
+def _accept(folder: Path, path: Path, days: int, expected: str) -> None:
+    request, given = accept_request(folder, path, days, expected)
+    say(
+        f"client {request.client} is entered for {days} days; its key has the fingerprint {request.fingerprint}"
+    )
+    if not expected:
+        say(f"let client {request.client} read its fingerprint aloud. If it differs: "
+            f"`fedlowrank keys {folder} --revoke {request.client}`")  # fmt: skip
+    say(
+        f"{given}: give these files to client {request.client}; they are public, and belong beside its client.key"
+    )
+    say(f"{folder / 'server'}: bring {ROSTER} and clients/{request.client}.pub in it to the server, and restart "
+        "`fedlowrank serve`, with --resume if its run goes on")  # fmt: skip
+    say(f"the authority's fingerprint, for the client to compare: {_authority(folder / 'server' / 'ca.crt')}")
+
+
+def _say_unsigned(is_entered: bool, option: str) -> None:
+    if not is_entered:
+        say(f"the roster is as before, for `ca.key` is not here: do {option} also where it lies")
+
+
+def _show_roster(folder: Path) -> None:
+    """Print the roster of a folder of an operator, a server or a client."""
+    place = folder / "server" if (folder / "server").is_dir() else folder
+    authority = place / "ca.crt"
+    for path in (authority, place / ROSTER):
+        if not path.is_file():
+            raise ConfigError(f"{place} has no {path.name}; the server's operator gives it to you")
+    found = KeyRoster.read(place / ROSTER, authority)
+    table = Table("client", "fingerprint of its key", "ends (UTC)")
+    for number, entry in sorted(found.clients.items()):
+        ends = f"{entry.expires:%Y-%m-%d %H:%M}{' (ended)' if entry.has_expired() else ''}"
+        table.add_row(str(number), entry.fingerprint, ends)
+    OUT.print(table)
+    say(
+        "all sites compare by phone, and find the same digits if they have the same authority and the same keys:"
+    )
+    say(f"authority: {_authority(authority)}")
+    say(f"roster: {found.number}")
+
+
+def _authority(path: Path) -> str:
+    """The fingerprint of the authority's key."""
+    try:
+        key = x509.load_pem_x509_certificate(path.read_bytes()).public_key()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no certificate that can be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ConfigError(f"{path} is a certificate of another kind; make keys by `fedlowrank keys`")
+    return fingerprint(key)
+
+
+def _new_passphrase() -> str:
+    if found := os.environ.get(PASSPHRASE):
+        return found
+    if not sys.stdin.isatty():
+        raise ConfigError(f"--passphrase asks on a terminal, and there is none; set {PASSPHRASE}")
+    found = getpass.getpass("passphrase of the key: ")
+    if not found or getpass.getpass("again: ") != found:
+        raise ConfigError("the two differ, or are empty; no key was made")
+    return found
+
+
+def check_own_key(keys: ClientKeys, client: int) -> str:
+    """Read the private key of a client, and look it up in the roster that lies beside it.
+
+    Returns:
+        The passphrase of the key, for which a person is asked; "" if it needs none.
+
+    Raises:
+        ConfigError: if the key cannot be read, or the roster is not the authority's or has another key of the
+            client.
+    """
+    passphrase = ""
+    if needs_passphrase(keys.key.read_bytes()):
+        passphrase = os.environ.get(PASSPHRASE, "")
+        if not passphrase and sys.stdin.isatty():
+            passphrase = getpass.getpass(f"passphrase of {keys.key}: ")
+    key = load_client_key(keys.key, passphrase)
+    roster = keys.roster
+    if not roster.exists():
+        return passphrase
+    found = KeyRoster.read(roster, keys.authority)
+    own = fingerprint(key.public_key())
+    entry = found.clients.get(client)
+    if entry is None or entry.fingerprint != own:
+        numbers = [n for n, other in found.clients.items() if other.fingerprint == own]
+        whose = f"is that of client {numbers[0]}" if numbers else "is not in it"
+        raise ConfigError(
+            f"{roster} has no such key of client {client}: the key here {whose}. Pass the number and the folder of the "
+            "same client, or ask the server's operator for the roster of now"
+        )
+    if entry.has_expired():
+        logger.info(
+            f"by {roster} the key of client {client} ended on {entry.expires:%Y-%m-%d}; ask the operator to prolong it"
+        )
+    logger.info(f"authority: {_authority(keys.authority)}; roster: {found.number}")
+    return passphrase
+
+
+@contextlib.contextmanager
+def refusing_expired(folder: Path | None) -> Iterator[None]:
+    """Revoke keys that expire within the block; None if keys are not checked."""
+    stop = threading.Event()
+
+    def look() -> None:
+        assert folder is not None
+        while not stop.wait(LOOK):
+            try:
+                for client in expired_clients(folder):
+                    gone, _ = revoke_client(folder, client, "expired")
+                    logger.info(f"the key of client {client} has ended; it is refused, and lies in {gone}")
+            except FedlowrankError as error:
+                # the operator may be copying new files; the next look finds them
+                logger.info(f"keys that have ended cannot be taken away: {error}")
+
+    if folder is None:
+        yield
+        return
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,446 @@
+"""What ``fedlowrank serve | join | app`` do, and ``run --engine flower``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ...config.experiment import ExperimentConfig
+from ...core.errors import CheckpointError, ConfigError, FedlowrankError
+from ...core.io.atomic_files import write_json
+from ...core.io.private_files import is_readable_by_others, make_private_folder, refuse_readable
+from ...data.overlap import sketch_files
+from ...network.client import own_share, prepare
+from ...network.deploy import guard
+from ...network.deploy.flower_app import CLIENT, SERVER, write_app, write_own_app
+from ...network.deploy.flower_process import ProcessError
+from ...network.deploy.forget import forget as remove_client_data
+from ...network.deploy.in_use import home_of
+from ...network.deploy.keys import ClientKeys, ServerKeys, name_revoked
+from ...network.deploy.server_processes import SuperLink, SuperNode
+from ...network.deploy.supervise import supervise
+from ...network.drive import clients_of
+from ...network.enrollment.key_request import PASSPHRASE
+from ...network.enrollment.roster import ROSTER, KeyRoster
+from ...network.operation.policy import Policy, raise_violations, upload_paths
+from ...network.site.audit_log import AUDIT, SiteAudit
+from ...network.site.signatures import read_public_key
+from ...network.site.site_settings import SiteSettings
+from ...storage.digest import digest_of
+from ...storage.run_folder import RunFolder
+from ...trust.privacy.site_ledger import open_state
+from ..one_run import read_one, show_run
+from ..terminal import say
+from .key_commands import check_own_key, refusing_expired
+
+logger = logging.getLogger(__name__)
+
+RESTARTS = 3
+"""How often a SuperLink that died is started again."""
+GRACE = 20
+"""Seconds for which a client's last reply may take to leave."""
+
+
+def _flower() -> Any:
+    """The module that imports flwr."""
+    try:
+        from ...network import flower
+    except ImportError as error:
+        raise ConfigError(f"Flower is missing: pip install 'fedlowrank[network]' ({error})") from error
+    return flower
+
+
+def read_experiment(file: Path, overrides: Sequence[str], method: str | None) -> ExperimentConfig:
+    """Read an experiment of which a network runs one method."""
+    return _choose_method(*read_one(file, overrides, method))
+
+
+def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:
+    """The experiment with a method, and with a base model's path that holds in every process."""
+    changed: dict[str, Any] = {"method": method}
+    if experiment.language is not None and Path(experiment.language.path).exists():
+        changed["language"] = {"path": str(Path(experiment.language.path).resolve())}
+    return experiment.overlay(changed)
+
+
+def run_simulation(
+    experiment: ExperimentConfig,
+    name: str,
+    folder: Path,
+    *,
+    resume: bool,
+    force: bool,
+    config: Mapping[str, Any],
+) -> None:
+    """Run a method in Flower's simulation."""
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    flower = _flower()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    chosen = _choose_method(experiment, name)
+    base = folder.with_name(f"{folder.name}.clients")
+    # without force, an existing run folder is refused when the run begins
+    for old in (base, *([folder] if force else [])) if not resume else ():
+        if old.exists():
+            RunFolder.move_aside(old)
+    with warnings.catch_warnings():
+        # of Ray, about accelerators
+        warnings.simplefilter("ignore", FutureWarning)
+        flower.simulation(chosen, folder, base, resume=resume, config=config)
+
+
+def serve(
+    file: Path,
+    overrides: Sequence[str],
+    method: str | None,
+    out: Path | None,
+    resume: bool,
+    keys: Path | None,
+    insecure: bool,
+    host: str,
+    port: int,
+) -> int:
+    """Start a server, run a method on the clients that join, and see the run to its end.
+
+    Raises:
+        FedlowrankError: if the run did not come to its end; Flower's own commands would not say so.
+    """
+    _flower()
+    experiment = read_experiment(file, overrides, method)
+    clients_of(experiment)
+    secured = server_keys(keys, insecure)
+    out = out or Path("runs") / experiment.name / f"{experiment.method}-s{experiment.run.seed}"
+    begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
+    if begun and not resume:
+        raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another by -o.")
+    if out.exists() and not begun and not failed:
+        raise CheckpointError(f"{out} exists already and holds no run; choose another folder with -o.")
+    if resume and not out.exists():
+        raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
+    if failed:
+        logger.info(
+            f"the run in {out} ended before its first checkpoint; it is moved aside, and starts again"
+        )
+    home = home_of(out)
+    refuse_readable(*([out] if begun else []), out.with_name(f"{out.name}.audit.jsonl"))
+    make_private_folder(home)
+    flower = _flower()
+    log = home / "server.log"
+    variables = {
+        flower.EXPERIMENT: str((home / "experiment.json").absolute()),
+        flower.OUT: str(out.absolute()),
+        flower.LOG: str(log.absolute()),
+        guard.AUDIT: str(out.with_name(f"{out.name}.audit.jsonl").absolute()),
+    }
+    if secured is not None:
+        variables[flower.NODES] = str((home / "nodes.json").absolute())
+        variables[flower.ORDER_KEY] = str(secured.orders.absolute())
+        variables[flower.FEDERATION] = digest_of(secured.authority.read_bytes())
+    else:
+        logger.info(
+            "insecure: anyone who reaches this port can join, read all that is sent, and give orders to clients"
+        )
+    link = SuperLink(home, secured, host=host, port=port, variables=variables)
+    with _interrupted_once(), link, refusing_expired(keys):
+        # not before it has its home to itself
+        log.unlink(missing_ok=True)
+        write_json(home / "experiment.json", experiment.to_dict())
+        write_own_app(home / "app")
+        if secured is not None:
+            nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
+            _unregister_revoked(link)
+            write_json(home / "nodes.json", nodes)
+        logger.info(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
+        _see_through(link, home / "app", log)
+    return show_run(out)
+
+
+def _unregister_revoked(link: SuperLink) -> None:
+    """Let no round wait for a client whose key was revoked, and say so."""
+    for key in link.unregister_revoked():
+        assert link.keys is not None, "else no key is known"
+        logger.info("the key of %s was revoked; it is refused", name_revoked(link.keys.authority.parent, key))
+
+
+def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
+    """The server's keys, or None where it was asked to do without."""
+    if keys is not None and insecure:
+        raise ConfigError("--keys and --insecure exclude each other")
+    if keys is None and not insecure:
+        raise ConfigError(
+            "a server needs keys: make them by `fedlowrank keys keys --clients N --host NAME`, and pass "
+            "--keys keys/server. For a trial on one machine, --insecure does without."
+        )
+    return None if keys is None else ServerKeys.read(keys)
+
+
+def _see_through(link: SuperLink, app: Path, log: Path) -> None:
+    """Submit the run and watch it, and begin again where it was if the SuperLink dies."""
+    run, follow = link.submit(app), _Follower(log)
+    looked, died = time.monotonic(), 0
+    while True:
+        time.sleep(0.2)
+        last = follow.news()
+        if not link.alive():
+            died += 1
+            if died > RESTARTS:
+                raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
+            logger.info(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
+            link.start()
+            try:
+                # its ServerApp went with the SuperLink, and the new one takes it for alive
+                link.stop(run)
+            except ProcessError as error:
+                logger.info("run %d of before could not be stopped: %s", run, error)
+            run, looked = link.submit(app), time.monotonic()
+            continue
+        try:
+            _unregister_revoked(link)
+        except ProcessError as error:
+            logger.info("%s; it is tried again", error)
+        # to ask costs a second of work, so only when the run seems over, or now and then
+        if last is not None or time.monotonic() - looked > 60:
+            looked = time.monotonic()
+            status = link.status(run)
+            # lines that came while Flower answered
+            last = last or follow.news()
+            if status.is_completed or last == "finished":
+                return
+            if status.is_finished or last is not None:
+                why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
+                if why.startswith("paused: "):
+                    raise ProcessError(f"the run is {why} Details: {link.log}")
+                raise ProcessError(f"the run failed: {why} Go on with it by --resume; details: {link.log}")
+
+
+class _Follower:
+    """Passes on the lines of a file as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.place = path, 0
+
+    def news(self) -> str | None:
+        """Pass on what is new; the line by which the run says it is over, if it came."""
+        if not self.path.exists():
+            return None
+        last = None
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.place += len(line)
+                text = line.decode(errors="replace").rstrip("\n")
+                logger.info(text)
+                message = text.partition(" ")[2]
+                if message == "finished" or message.startswith("error: "):
+                    last = message
+        return last
+
+
+def join(
+    file: Path,
+    overrides: Sequence[str],
+    method: str | None,
+    client: int,
+    data: Path | None,
+    test: Path | None,
+    server: str,
+    keys: Path | None,
+    insecure: bool,
+    folder: Path | None,
+    stay: bool,
+    no_evaluation: bool,
+    exact_evaluation: bool,
+    send_errors: bool,
+    runs: int,
+    max_download: int,
+    forget: bool = False,
+    policy: Path | None = None,
+) -> int:
+    """Take part in a run as one of its clients, until it is over; or remove what its folder holds."""
+    _flower()
+    experiment = read_experiment(file, overrides, method)
+    count = clients_of(experiment)
+    if not 0 <= client < count:
+        raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
+    folder = folder or Path("clients") / experiment.name / str(client)
+    if forget:
+        return _forget(folder, client)
+    if (keys is None) != insecure:
+        raise ConfigError(
+            f"pass --keys keys/client-{client}, whose key you made by `fedlowrank keys keys/client-{client} --request "
+            f"{client}` and the server's operator accepted; or, for a trial on one machine, --insecure, but not both"
+        )
+    if keys is not None:
+        _refuse_keys_of_another(keys, client)
+    own = None if keys is None else ClientKeys.read(keys)
+    passphrase = "" if own is None else check_own_key(own, client)
+    if no_evaluation and exact_evaluation:
+        raise ConfigError("--no-evaluation and --exact-evaluation exclude each other")
+    if send_errors and experiment.run.privacy.kind != "none":
+        raise ConfigError(
+            "--send-errors: texts of errors are not private; leave it out where run.privacy is set"
+        )
+    if runs < 1:
+        raise ConfigError(f"--runs {runs}: a client takes part in 1 run or more")
+    if runs > 1 and experiment.run.secure.on:
+        raise ConfigError(
+            f"--runs {runs}: under secure sums a folder is for one run, for the totals of two runs may differ by what "
+            "one client sent; leave out --runs, and choose another --folder for another run"
+        )
+    if max_download < 0:
+        raise ConfigError(f"--max-download {max_download}: give a number of MiB, or 0 for the default")
+    site = SiteSettings(
+        order_key="" if own is None else read_public_key(own.orders),
+        evaluation="none" if no_evaluation else "exact" if exact_evaluation else "rounded",
+        send_errors=send_errors,
+        runs=runs,
+        max_download=max_download << 20,
+        roster={} if own is None or not experiment.run.secure.on else _roster(own),
+    )
+    if own is None:
+        logger.info(
+            "insecure: orders are not signed; whoever reaches the server may give orders to this client"
+        )
+    parts = None
+    if experiment.run.privacy.kind != "none":
+        # before anybody waits for this client
+        open_state()
+    if data is None:
+        logger.info(
+            f"client {client} takes its share of the experiment's own data; pass --data for data of yours"
+        )
+        shares = experiment.shares()
+    else:
+        shares = own_share(experiment, client, count, data, test)
+        if is_readable_by_others(data):
+            logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
+        if experiment.run.privacy.kind != "none":
+            parts = sketch_files([data])
+    allowed = Policy.of_folder(folder) if policy is None else Policy.read(policy)
+    prepare(folder, experiment, client, shares, site, parts=parts)
+    if allowed is not None:
+        train = len(shares.data[client].train)
+        sends = site.evaluation != "none"
+        raise_violations(
+            allowed, allowed.violations(experiment, count, train, lambda: upload_paths(folder), sends)
+        )
+        allowed.store(folder)
+        SiteAudit(folder / AUDIT).policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
+        logger.info(f"client {client}: the experiment keeps to the policy, digest {allowed.digest}")
+    sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
+    logger.info(
+        "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
+    )
+    node = SuperNode(folder / "flower", server, folder, own)
+    if passphrase:
+        # other users cannot read the environment of a process
+        node.variables[PASSPHRASE] = passphrase
+    stop = threading.Event()
+    if not stay:
+        threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
+    with _interrupted_once():
+        supervise(node, stop)
+    for model in _models(folder):
+        logger.info(f"its model: {model.parent}")
+    return 0
+
+
+def _roster(keys: ClientKeys) -> dict[str, str]:
+    """Public keys of all clients, by which they know each other in secure sums."""
+    roster = KeyRoster.read(keys.key.parent / ROSTER, keys.authority)
+    say(f"secure sums: the roster has number {roster.number}; all sites must see the same number")
+    return {str(client): entry.key for client, entry in roster.clients.items() if not entry.has_expired()}
+
+
+def _forget(folder: Path, client: int) -> int:
+    """Remove what a client's folder holds, and print what was removed and what is still there."""
+    removed, left = remove_client_data(folder, client)
+    for path in removed:
+        say(f"removed: {path}")
+    for path in left:
+        say(f"still there: {path}")
+    return 0
+
+
+def _refuse_keys_of_another(keys: Path, client: int) -> None:
+    """Refuse a folder that is named for another client; the files in it name none."""
+    named = re.fullmatch(r"client-(\d+)", keys.resolve().name)
+    if named and int(named[1]) != client:
+        raise ConfigError(
+            f"--client {client}, but {keys} holds the keys of client {named[1]}. Pass --client {named[1]}, or "
+            f"--keys {keys.parent / f'client-{client}'}."
+        )
+
+
+@contextlib.contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """An interrupt or a polite kill ends the block as Ctrl-C does; a second one does not end the ending.
+
+    Else the programs that the block has started would stay behind.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {one: signal.signal(one, end) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _models(folder: Path) -> set[Path]:
+    return set(folder.glob("*/model/model.safetensors"))
+
+
+def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
+    """Stop once a model of this client has been written and the reply about it has left."""
+    before = _models(folder)
+    while not stop.wait(0.5):
+        if _models(folder) - before:
+            # the reply about it is still to be sent; a server that does not take it is not waited for
+            for _ in range(4 * GRACE):
+                if not node.is_working():
+                    break
+                stop.wait(0.25)
+            # Flower drops the replies of a node that left before the server fetched them
+            stop.wait(5)
+            stop.set()
+
+
+def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> int:
+    """Write a Flower app of an experiment, for `flwr run`."""
+    experiment = read_experiment(file, overrides, method)
+    if out.exists() and any(p.name != "pyproject.toml" for p in out.iterdir()):
+        raise FedlowrankError(
+            f"{out} holds other things, which Flower would send to every client; choose an empty folder"
+        )
+    settings = {
+        "experiment": json.dumps(experiment.to_dict()),
+        "folder": f"runs/{experiment.name}/{experiment.method}-s{experiment.run.seed}",
+    }
+    write_app(out, "fedlowrank", SERVER, CLIENT, settings)
+    say(f"Flower app: {out}. Run it by `flwr run {out} CONNECTION`.")
+    return 0

@@ -1,0 +1,120 @@
+"""A worker of ``--jobs``: runs what it reads from its standard input; see :mod:`.parallel`."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+from ...config.experiment import ExperimentConfig
+from ...core.errors import FedlowrankError, NonFiniteError, TaskError
+from ...results.records import RoundRecord
+from ...rounds.logs.progress import describe_record
+from ..commands import run_method
+from ..terminal import OUT
+
+Event = dict[str, Any]
+
+LOGGED = ("cli", "engines", "network", "results", "rounds", "storage")
+"""Packages whose log messages are shown, as by the command line."""
+
+
+def main() -> None:
+    """Run one run after the other, until the standard input is closed; that interrupts the run at hand."""
+    # taken away from the standard streams, which libraries print to and forked processes close
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    found: SimpleQueue[Event | None] = SimpleQueue()
+    worker = _Worker(answers)
+    for room in LOGGED:
+        logger = logging.getLogger(f"fedlowrank.{room}")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_WorkerLogHandler(worker))
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Thread(target=_read, args=(requests, found), daemon=True).start()
+        while (request := found.get()) is not None:
+            worker.send(worker.run(request))
+
+
+def _read(requests: BinaryIO, found: SimpleQueue[Event | None]) -> None:
+    for line in requests:
+        found.put(json.loads(line))
+    found.put(None)
+    _thread.interrupt_main()
+
+
+class _Worker:
+    """Runs requests; keeps the federation for the next one of the same experiment."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        self._answers, self._lock = answers, threading.Lock()
+        self._last: tuple[Any, Any, Any] = (None, None, None)
+
+    def send(self, event: Event) -> None:
+        """Send a line to the parent."""
+        with self._lock:
+            self._answers.write(json.dumps(event).encode() + b"\n")
+            self._answers.flush()
+
+    def run(self, request: Event) -> Event:
+        """Run a request; says how it ended."""
+        try:
+            self._run(request)
+        except TaskError as error:
+            return {"state": "refused", "message": error.for_command}
+        except NonFiniteError as error:
+            return {"state": "diverged", "message": error.for_command}
+        except FedlowrankError as error:
+            return {"state": "failed", "message": error.for_command}
+        except Exception:  # noqa: BLE001 - whatever a user's method raises is shown with the name of the run
+            return {"state": "failed", "message": traceback.format_exc().strip()}
+        return {"state": "finished", "message": ""}
+
+    def _run(self, request: Event) -> None:
+        tables, experiment, federation = self._last
+        if tables != request["experiment"]:
+            experiment = ExperimentConfig.parse(request["experiment"])
+            federation = experiment.federation()
+            self._last = request["experiment"], experiment, federation
+
+        def show(record: RoundRecord) -> None:
+            self.send({"round": record.round, "text": describe_record(record)})
+
+        try:
+            with OUT.capture() as said:
+                run_method(
+                    experiment, request["name"], federation, Path(request["folder"]), request["force"],
+                    resume=not request["force"], vary=request["vary"], on_round=show,
+                )  # fmt: skip
+        finally:
+            if text := said.get().strip():
+                self.send({"print": text})
+
+
+class _WorkerLogHandler(logging.Handler):
+    """Sends log messages of the package to the parent."""
+
+    def __init__(self, worker: _Worker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a message."""
+        self._worker.send({"print": self.format(record)})
+
+
+if __name__ == "__main__":
+    main()
+    # threads of libraries must not keep an interrupted worker from ending
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""From the text of an experiment file to checked dataclasses."""

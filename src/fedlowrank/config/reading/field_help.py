@@ -1,0 +1,242 @@
+"""The fields of an experiment file and what they mean, from the docstrings of the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from ...adapters.mixtures.router import Router
+from ...core.contract.method import Method
+from ...core.errors import ConfigError, did_you_mean
+from ...data.sources import SOURCES
+from ...data.text.text_sources import TEXT_SOURCES
+from ...linalg.delta import DeltaForm
+from ...methods import METHODS
+from ...methods.families.effective_delta import Weighing
+from ...methods.families.lora_family import Tuning
+from ..experiment import TAGGED, ExperimentConfig
+from ..sections.data_section import Preparation
+from ..sections.lora_section import LoraSettings
+from .parsing import classes_in
+
+
+@functools.cache
+def format_field_help(path: str = "") -> str:
+    """Format the fields of an experiment file, as ``fedlowrank fields`` prints them.
+
+    Args:
+        path: of a section, table or field, such as ``run.privacy``; empty for all.
+
+    Raises:
+        ConfigError: if there is none of this path.
+    """
+    found = find_tables(path) if path else list_tables()
+    lines = ["Fields of an experiment file, with their defaults:"]
+    for table in found:
+        if path and not table.fields:
+            lines.append(f"\n{table.title}\n  no fields")
+        elif table.fields:
+            fields = (f"  {f.name} = {f.default}\n      {f.meaning}" for f in table.fields)
+            lines += [f"\n{table.title}", *fields]
+    known = {table.path for table in found}
+    inner = [table.path for table in _every_table() if table.path.rpartition(".")[0] == path] if path else []
+    if more := [one for one in dict.fromkeys(inner) if one not in known]:
+        lines.append(f"\nTables in it: {', '.join(more)}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """A table of an experiment file.
+
+    Attributes:
+        path: in the file, such as ``run.privacy``; empty for what stands before the first section.
+        kind: the value of the entry that chooses among several tables of this path, such as ``dirichlet``.
+        title: as help shows it.
+        fields: of the table.
+        settings: the class that the table configures; None before the first section.
+    """
+
+    path: str
+    kind: str
+    title: str
+    fields: tuple[FieldHelp, ...]
+    settings: type[Any] | None = None
+
+
+def find_tables(path: str) -> list[FieldTable]:
+    """Find the tables that a path names; of a field, its table with this field alone.
+
+    Args:
+        path: such as ``run``, ``partition``, ``partition.dirichlet``, ``methods.floral.router``, ``run.rounds``.
+
+    Raises:
+        ConfigError: if there is none; the message names the nearest.
+    """
+    every = _every_table()
+    if found := [table for table in every if path in (table.path, f"{table.path}.{table.kind}")]:
+        return found
+    parent, _, name = path.rpartition(".")
+    for owner in (parent, parent.rpartition(".")[0]):
+        # a field of a table, or of one of its kinds
+        tables = [table for table in every if owner and parent in (table.path, f"{table.path}.{table.kind}")]
+        if found := [_keep_field(t, name) for t in tables if any(f.name == name for f in t.fields)]:
+            return found
+    if found := [_keep_field(t, path) for t in every if not t.path and any(f.name == path for f in t.fields)]:
+        return found
+    if found := [table for table in list_tables() if table.path.startswith(f"{path}.")]:
+        return found
+    raise ConfigError(f"there is no section or field {path!r}. {_suggest(path, every)}")
+
+
+def _keep_field(table: FieldTable, name: str) -> FieldTable:
+    return dataclasses.replace(table, fields=tuple(f for f in table.fields if f.name == name))
+
+
+def _suggest(path: str, every: Sequence[FieldTable]) -> str:
+    """What was meant by an unknown path: fields of that name in any table, the nearest path, or the sections."""
+    paths = [table.path for table in every if table.path]
+    kinds = [f"{table.path}.{table.kind}" for table in every if table.kind]
+    fields = [f"{table.path}.{field.name}" for table in every for field in table.fields if table.path]
+    same = [one for one in dict.fromkeys([*paths, *kinds, *fields]) if one.endswith(f".{path}")]
+    if len(same) == 1:
+        return f"Did you mean {same[0]!r}?"
+    if same:
+        more = f" and {len(same) - SHOWN} more" if len(same) > SHOWN else ""
+        return f"There are {', '.join(same[:SHOWN])}{more}."
+    if near := difflib.get_close_matches(path, [*paths, *kinds, *fields], n=1, cutoff=0.75):
+        return f"Did you mean {near[0]!r}?"
+    return did_you_mean(path.partition(".")[0], [one.partition(".")[0] for one in paths])
+
+
+SHOWN = 6
+"""Tables and fields of one name that a message lists."""
+
+
+@functools.cache
+def list_tables() -> tuple[FieldTable, ...]:
+    """List every table of a file; settings that several methods share are listed once."""
+    meanings = _meanings(inspect.getdoc(ExperimentConfig))
+    header = tuple(FieldHelp(n, "", repr(f.default), meanings[n]) for n, f in _header().items())
+    return (FieldTable("", "", "at the top", header), *_sections())
+
+
+@functools.cache
+def _every_table() -> tuple[FieldTable, ...]:
+    """List every table of a file, those in the tables of each method included."""
+    known = list_tables()
+    paths = {table.path for table in known}
+    inner = [one for n, c in METHODS.items() for one in _nested(f"methods.{n}", c)]
+    return (*known, *(table for table in inner if table.path not in paths))
+
+
+def _header() -> dict[str, pydantic.fields.FieldInfo]:
+    """The fields before the first section."""
+    fields = ExperimentConfig.model_fields
+    return {name: fields[name] for name in list(fields)[: list(fields).index("language")]}
+
+
+def _table(path: str, cls: type[Any], kind: str = "", tag: str = "kind", about: str = "") -> FieldTable:
+    title = f"{path}, {tag} = {kind}" if kind else path
+    return FieldTable(path, kind, f"[{title}{about}]", tuple(list_fields(cls)), cls)
+
+
+def _nested(path: str, cls: type[Any]) -> Iterator[FieldTable]:
+    """Tables that the fields of a table hold, and those in them."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        inner = classes_in(hints[field.name])
+        named = typing.get_origin(hints[field.name]) in (dict, Mapping)
+        where = f"{path}.{field.name}{'.NAME' if named else ''}"
+        found = [_table(where, one, one.kind if len(inner) > 1 else "") for one in inner]
+        below = [table for one in inner for table in _nested(where, one)]
+        yield from (*found, *{table.path: table for table in below}.values())
+
+
+def _sections() -> Iterator[FieldTable]:
+    """Every table below the top, in the order of a file."""
+    for name, field in ExperimentConfig.model_fields.items():
+        if name in TAGGED:
+            yield from (_table(name, cls, kind) for kind, cls in TAGGED[name][0].items())
+        elif name == "data":
+            yield _table("data", Preparation, about=", any source")
+            yield from (_table("data", c, n, "source") for n, c in SOURCES.items())
+            yield from (_table("data", c, n, "source", " (texts)") for n, c in TEXT_SOURCES.items())
+        elif name == "lora":
+            yield _table(
+                "lora", LoraSettings, about="; with [language] the fields of peft.LoraConfig, and ranks"
+            )
+        elif name == "defaults":
+            yield _table("defaults", Method, about=", of all methods")
+            yield from _nested("defaults", Method)
+        elif name == "methods":
+            yield from (_table(f"methods.{n}", c) for n, c in METHODS.items())
+            for title, cls in (
+                ("methods.floral.router, methods.ensemble.router", Router),
+                ("methods.NAME.tuning, of federated LoRA", Tuning),
+                ("methods.fedhl.weighing", Weighing),
+                ("methods.fedhl.form, methods.flexlora.form", DeltaForm),
+            ):
+                path, _, _ = title.partition(",")
+                yield FieldTable(path, "", f"[{title}]", tuple(list_fields(cls)), cls)
+        else:
+            for cls in classes_in(field.annotation):
+                yield from (one for one in (_table(name, cls), *_nested(name, cls)) if one.fields)
+
+
+@dataclass(frozen=True)
+class FieldHelp:
+    """What help says of one field."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def list_fields(cls: type[Any]) -> list[FieldHelp]:
+    """List the fields of a dataclass, with the meaning that its docstring and those of its bases give."""
+    meanings: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        meanings |= _meanings(inspect.getdoc(owner) if "__doc__" in vars(owner) else None)
+    out = []
+    for f in dataclasses.fields(cls):
+        if f.default is not dataclasses.MISSING:
+            default = _format_default(f.default)
+        elif f.default_factory is not dataclasses.MISSING:
+            default = repr(f.default_factory())
+        else:
+            default = "(needed)"
+        kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+        out.append(FieldHelp(f.name, kind, default, meanings.get(f.name, "")))
+    return out
+
+
+def _format_default(value: Any) -> str:
+    """A default as one would write it: of a dataclass the learning rate and what is not its default."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    shown = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in dataclasses.fields(value)
+        if f.name == "lr" or (f.default is not dataclasses.MISSING and getattr(value, f.name) != f.default)
+    ]
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
+def _meanings(doc: str | None) -> dict[str, str]:
+    """The entries of the section ``Attributes:`` of a Google docstring."""
+    section = re.search(r"^Attributes:\n((?:[ ]{4}.*\n?|\n)*)", doc or "", re.MULTILINE)
+    if section is None:
+        return {}
+    entries = re.findall(r"^ {4}(\w+): ((?:.*\n?)(?: {8}.*\n?)*)", section.group(1), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

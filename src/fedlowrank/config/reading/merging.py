@@ -1,0 +1,286 @@
+"""Raw tables of an experiment before they are parsed: files that extend others, overrides, values."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError
+from ..sections.alternatives import find_alternatives
+from .toml_files import advise_path, find_escaped_path, read_toml
+
+logger = logging.getLogger(__name__)
+_LIKE_TOML = re.compile(r"(?P<truth>[Tt]rue|[Ff]alse|TRUE|FALSE)|[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
+"""What a command line takes for a value though TOML writes it in another way: True, .5 and 5."""
+
+
+@dataclass(frozen=True)
+class LaidTables:
+    """Tables of an experiment, and the overrides that are laid over them, all at once and in any order.
+
+    Attributes:
+        tables: of the file and those that it extends.
+        overrides: nested tables of all overrides; no field is in them twice.
+        logged: messages of the log, of which each is written once.
+    """
+
+    tables: Mapping[str, Any]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> LaidTables:
+        """Read an experiment file and overrides.
+
+        Args:
+            path: of a TOML file.
+            overrides: ``section.field=value``, the value in TOML or else a string.
+
+        Raises:
+            ConfigError: if a file is missing or is not TOML, or an override has another form or contradicts
+                another one.
+        """
+        return cls(_read_file(path, ()), parse_overrides(overrides))
+
+    def join(self, overrides: Sequence[str]) -> LaidTables:
+        """Add overrides; one that contradicts another one is a ConfigError."""
+        joined = copy.deepcopy(dict(self.overrides))
+        for text in overrides:
+            _join(joined, parse_override(text), "")
+        return LaidTables(self.tables, joined, self.logged)
+
+    def overrides_field(self, name: str) -> bool:
+        """Whether an override sets a field, given by its dotted name, or a part of it."""
+        found: Any = self.overrides
+        for part in name.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return False
+            found = found[part]
+        return True
+
+    def merge(self) -> dict[str, Any]:
+        """Merge the tables with the overrides laid over them, unchecked; log what these discard."""
+        merged = _expand_grids(self.tables)
+        for text in merge_tables(merged, _expand_grids(self.overrides)):
+            if text not in self.logged:
+                self.logged.add(text)
+                logger.info(text)
+        return merged
+
+
+def read_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read an experiment file, the files it extends, and overrides; see :class:`LaidTables`.
+
+    Returns:
+        The merged tables, unchecked.
+    """
+    return LaidTables.read(path, overrides).merge()
+
+
+def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in above:
+        raise ConfigError(f"{path} extends itself")
+    found = read_toml(path)
+    base = found.pop("extends", None)
+    if base is None:
+        return found
+    merged = _read_file(path.parent / str(base), (*above, path.resolve()))
+    for text in merge_tables(merged, found):
+        logger.info(text)
+    return merged
+
+
+def merge_tables(into: dict[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """Lay nested tables over others, in place.
+
+    Of a table that gets another ``kind``, ``source`` or value of another switch, the fields stay that are read
+    with it, too, and the others are left out.
+
+    Args:
+        into: the tables below.
+        new: the tables above.
+        path: of both.
+
+    Returns:
+        A line for each table of which fields are left out.
+    """
+    lines = []
+    for key, value in new.items():
+        old, here = into.get(key), f"{path}.{key}" if path else key
+        if not isinstance(old, dict) or not isinstance(value, Mapping):
+            into[key] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
+            continue
+        if (found := find_alternatives(here)) and (unread := found.unread(old, value)):
+            lost = ", ".join(f"{here}.{name} = {old.pop(name)!r}" for name in unread)
+            tag = found.switch.field
+            lines.append(
+                f"{here}.{tag} = {value[tag]!r} is laid over the file, whose {lost} nothing reads then"
+            )
+        lines += merge_tables(old, value, here)
+    return lines
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Turn overrides into nested tables, equal for any order of them.
+
+    Raises:
+        ConfigError: if one is not of the form ``a.b.c=value``, or two give one field different values.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        _join(found, parse_override(text), "")
+    return found
+
+
+def _expand_grids(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy tables with the dotted fields of ``[tune]`` as nested tables, so that either form overrides the other."""
+    found = copy.deepcopy(dict(tables))
+    tune = found.get("tune")
+    if isinstance(tune, dict):
+        if isinstance(tune.get("grid"), dict):
+            tune["grid"] = join_fields(tune["grid"])
+        methods = tune.get("methods")
+        if isinstance(methods, dict):
+            tune["methods"] = {
+                n: join_fields(own) if isinstance(own, dict) else own for n, own in methods.items()
+            }
+    return found
+
+
+def join_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn values by dotted field into nested tables; a field that has two values is a ConfigError."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = value
+        for part in reversed(name.split(".")):
+            nested = {part: nested}
+        _join(found, nested, "")
+    return found
+
+
+def _join(into: dict[str, Any], new: Mapping[str, Any], path: str) -> None:
+    """Add nested tables to others in which no field may have another value."""
+    for key, value in new.items():
+        here = f"{path}.{key}" if path else key
+        if key not in into:
+            into[key] = copy.deepcopy(value)
+        elif isinstance(into[key], dict) and isinstance(value, Mapping):
+            _join(into[key], value, here)
+        elif (type(into[key]), into[key]) != (type(value), value):
+            raise ConfigError(
+                f"{here} is given twice, as {into[key]!r} and as {value!r}; leave one of them out"
+            )
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """Turn ``a.b.c=value`` into nested tables; a part of the name may be quoted, as ``a."b.c"``.
+
+    Raises:
+        ConfigError: if there is no ``=`` or no name.
+    """
+    name, sign, value = text.partition("=")
+    parts = _split_name(name.strip())
+    if not sign or not all(parts):
+        raise ConfigError(f"{text!r} is not of the form section.field=value, such as run.rounds=20")
+    found: Any = parse_value(value.strip(), name.strip())
+    for part in reversed(parts):
+        found = {part: found}
+    result: dict[str, Any] = found
+    return result
+
+
+def _split_name(name: str) -> list[str]:
+    """The parts of a dotted name; quoted as in TOML, or else whatever stands between the dots."""
+    if '"' not in name and "'" not in name:
+        return name.split(".")
+    try:
+        found: Any = tomllib.loads(f"{name} = 0")
+    except tomllib.TOMLDecodeError:
+        return name.split(".")
+    parts = []
+    while isinstance(found, dict):
+        ((part, found),) = found.items()
+        parts.append(part)
+    return parts
+
+
+def parse_variation(text: str) -> tuple[str, list[str]]:
+    """Split ``section.field=v1,v2,...`` into the field's name and the texts of its values.
+
+    Raises:
+        ConfigError: if it has another form.
+    """
+    name, sign, values = text.partition("=")
+    if not (sign and values and name.strip()):
+        raise ConfigError(f"vary takes section.field=v1,v2,..., such as run.rounds=10,20; not {text!r}")
+    return name.strip(), [value.strip() for value in values.split(",")]
+
+
+def parse_value(text: str, name: str = "value") -> Any:
+    """Parse a TOML value; what is none is a string, so that strings need no quotes.
+
+    Args:
+        text: of the value.
+        name: of the field, for messages.
+
+    Raises:
+        ConfigError: if the text begins a quoted string and is none, or nests too deeply.
+    """
+    found: Any
+    try:
+        found = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if (found := _LIKE_TOML.fullmatch(text)) is not None:
+            return text.lower() == "true" if found["truth"] else float(text)
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            raise ConfigError(f"{name}={text} is no text of TOML. {advise_path(text[1:-1])}") from error
+        return text
+    except RecursionError as error:
+        raise ConfigError(f"the value {text[:40]}... nests arrays too deeply; write it flatter") from error
+    value = found.pop("v")
+    if found:
+        # a line break in the text began another entry
+        return text
+    if isinstance(value, str) and (wrong := find_escaped_path(value)):
+        raise ConfigError(f"{name}={text} {wrong}")
+    return value
+
+
+def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
+    """Format nested tables as TOML; ``tomllib`` reads the same tables from it.
+
+    Args:
+        tables: of strings, numbers, booleans, lists and further tables.
+        path: names of the tables above.
+    """
+    nested = {key: value for key, value in tables.items() if isinstance(value, Mapping)}
+    lines = [f"{_format_key(key)} = {_format_value(tables[key])}\n" for key in tables if key not in nested]
+    for key, value in nested.items():
+        here = (*path, key)
+        title = f"\n[{'.'.join(map(_format_key, here))}]\n"
+        # a table of tables alone needs no title of its own
+        alone = bool(value) and all(isinstance(inner, Mapping) for inner in value.values())
+        lines.append(("" if alone else title) + format_toml(value, here))
+    return "".join(lines)
+
+
+def _format_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _format_value(key)
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, str):
+        # JSON escapes as TOML does, but leaves DEL as it is
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_format_key(k)} = {_format_value(v)}" for k, v in value.items()) + " }"
+    return f"[{', '.join(map(_format_value, value))}]" if isinstance(value, (list, tuple)) else repr(value)

@@ -1,0 +1,289 @@
+"""Dataclasses from tables, every field checked, with messages for a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import pydantic
+
+from ...core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+Kinds: TypeAlias = Mapping[str, type[Any]]
+"""The dataclasses among which a table chooses, by the value of its tag."""
+
+CONFIG_ERROR = "config_error"
+"""Type of an error of pydantic whose text is already that of a ConfigError."""
+
+_ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
+
+
+def build(cls: type[T], values: Any, path: str, elsewhere: Mapping[str, str] | None = None) -> T:
+    """Make a dataclass from a table, every field checked.
+
+    Args:
+        cls: a dataclass or pydantic model whose fields are numbers, strings, tuples or further such classes.
+        values: the table.
+        path: of the table, for messages.
+        elsewhere: the path of the table that a field comes from, where it is another one.
+
+    Raises:
+        ConfigError: for every field that is unknown, missing or of the wrong type; one line each.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} must be a table of fields, not {values!r}")
+    refuse_conversions(cls, values, path)
+    try:
+        found: T = _adapter(cls).validate_python({path: dict(values)})[path]
+    except pydantic.ValidationError as error:
+        raise config_error(error, cls, 1, elsewhere) from error
+    return found
+
+
+def build_tagged(
+    known: Kinds,
+    values: Any,
+    path: str,
+    default: str,
+    tag: str = "kind",
+    also: Sequence[str] = (),
+    advice: str = "",
+) -> Any:
+    """Make one of several dataclasses, chosen by the table's tag, from a table.
+
+    Args:
+        known: the dataclasses by the value of their tag.
+        values: the table.
+        path: of the table, for messages.
+        default: the tag of a table that has none.
+        tag: name of the entry that chooses.
+        also: further fields of the same table, which are read elsewhere.
+        advice: what else a tag may be, for the message of an unknown one.
+
+    Raises:
+        ConfigError: if there is no such tag, or a field is wrong.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} must be a table of fields, not {values!r}")
+    refuse_misspelled_tag(values, path, tag)
+    name, fields = str(values.get(tag, default)), {n: _field_names(cls) for n, cls in known.items()}
+    if name not in known:
+        raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, known)}{advice}")
+    for key in values:
+        if key == tag or key in fields[name]:
+            continue
+        if others := [other for other in known if key in fields[other]]:
+            raise ConfigError(
+                f"{path}.{key}: there is no such field of {tag} {name!r}; it is one of "
+                f"{', '.join(map(repr, others))}. Set {path}.{tag}={others[0]}, or leave it out."
+            )
+        if also or not fields[name]:
+            near = did_you_mean(key, [tag, *fields[name], *also])
+            raise ConfigError(f"{path}.{key}: there is no such field of {tag} {name!r}. {near}")
+    return build(known[name], {key: value for key, value in values.items() if key != tag}, path)
+
+
+def refuse_misspelled_tag(values: Mapping[str, Any], path: str, tag: str) -> None:
+    """Refuse a table without a tag where one of its keys is nearly that; the default tag misjudges the rest."""
+    if tag not in values and (near := difflib.get_close_matches(tag, values, n=1, cutoff=0.75)):
+        raise ConfigError(
+            f"{path}.{near[0]}: there is no such field. Did you mean {path}.{tag}={values[near[0]]}?"
+        )
+
+
+def refuse_conversions(hint: Any, value: Any, path: str) -> None:
+    """Refuse values of another type that pydantic would convert: ``"2"`` or true for a number, 1 for true.
+
+    Args:
+        hint: the type that the value is read as, such as a dataclass of a table.
+        value: of a file; of another form than the type it is left to pydantic.
+        path: of the value, for messages.
+
+    Raises:
+        ConfigError: naming the first such value and what to write.
+    """
+    options = list(_options(hint))
+    for option in options if isinstance(value, Mapping | list | tuple) else ():
+        origin, inner = typing.get_origin(option), typing.get_args(option)
+        if isinstance(value, Mapping):
+            hints = dict.fromkeys(value, inner[1]) if origin in (dict, Mapping) else _field_hints(option)
+            for name in value:
+                if name in hints:
+                    refuse_conversions(hints[name], value[name], f"{path}.{name}")
+        elif origin in (tuple, list, Sequence):
+            for item in value:
+                refuse_conversions(inner[0], item, path)
+    if kind := _converted_to(options, value):
+        name = path.rpartition(".")[2]
+        advice = f". Write {name} = {value.strip().lower()} without quotes" if isinstance(value, str) else ""
+        raise ConfigError(f"{path}: input should be a valid {kind}; it is {value!r}{advice}")
+
+
+def _converted_to(options: Sequence[Any], value: Any) -> str:
+    """The name of the type to which pydantic would convert a value that is none of it; else nothing."""
+    plain = set(options) & {int, float, bool}
+    takes_text = any(o in (str, Any) or typing.get_origin(o) is Literal for o in options)
+    if not plain or (takes_text and isinstance(value, str)):
+        return ""
+    if plain == {bool}:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return "boolean"
+        return "boolean" if isinstance(value, str) and value.strip().lower() in ("true", "false") else ""
+    number = "number" if float in plain else "integer"
+    if isinstance(value, bool):
+        return "" if bool in plain else number
+    return number if isinstance(value, str) and _is_number(value) else ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _options(hint: Any) -> Iterator[Any]:
+    """The types among which a type chooses, as ``int`` and ``None`` of ``int | None``."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        yield from _options(inner[0])
+    elif origin in (typing.Union, UnionType):
+        for one in inner:
+            yield from _options(one)
+    else:
+        yield hint
+
+
+def _field_hints(cls: Any) -> Mapping[str, Any]:
+    """The types of the fields of a dataclass or pydantic model; none of anything else."""
+    is_table = isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls) or issubclass(cls, pydantic.BaseModel)
+    )
+    hints = typing.get_type_hints(cls) if is_table else {}
+    return {name: hints[name] for name in _field_names(cls)} if is_table else hints
+
+
+def print_tagged(known: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
+    """Turn a dataclass into the table that :func:`build_tagged` makes it from."""
+    name = next(name for name, cls in known.items() if cls is type(value))
+    return {tag: name, **print_fields(value, short)}
+
+
+def print_fields(value: Any, short: bool) -> dict[str, Any]:
+    """Turn a dataclass into a table, in short without the fields that are as by default."""
+    tables = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=short)
+    return dict(tables[""])
+
+
+def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
+    """Make what checks the fields of a dataclass, once: that takes ten times as long as to use it."""
+    if cls not in _ADAPTERS:
+        # a dataclass takes its configuration from the dict around it; by default unknown keys are ignored
+        _ADAPTERS[cls] = pydantic.TypeAdapter(dict[str, cls], config=pydantic.ConfigDict(extra="forbid"))
+    return _ADAPTERS[cls]
+
+
+def config_error(
+    error: pydantic.ValidationError,
+    cls: type[Any],
+    above: int = 0,
+    elsewhere: Mapping[str, str] | None = None,
+) -> ConfigError:
+    """Explain what pydantic refused, a line for each field.
+
+    Args:
+        error: of pydantic.
+        cls: the class that was to be made.
+        above: entries of an error's location that lie above the class.
+        elsewhere: see :func:`build`.
+    """
+    return ConfigError("\n".join(_explain(cls, above, e, elsewhere or {}) for e in error.errors()))
+
+
+def _explain(cls: type[Any], above: int, error: Any, elsewhere: Mapping[str, str]) -> str:
+    given, context, kind = error["input"], error.get("ctx", {}), error["type"]
+    if kind == CONFIG_ERROR:
+        return str(context["text"])
+    *parents, name = error["loc"]
+    shown, owners = _locate(cls, parents[above:])
+    table = ".".join(map(str, parents[:above]))
+    origin = elsewhere.get(str(error["loc"][above]), table) if len(error["loc"]) > above else table
+    where = ".".join([*([origin] if origin else []), *shown, str(name)])
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        what = f"{where}: there is no such field" if "." in where else f"there is no section {name!r}"
+        if origin != table and not shown:
+            what = f"{where}: {table} has no such field"
+        if inner := _find_inner(owners, str(name)):
+            return f"{what}. Did you mean {where.removesuffix(str(name))}{inner}={given}?"
+        return f"{what}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
+    if kind == "missing":
+        return f"{where}: this field is needed"
+    if kind == "union_tag_invalid" and not isinstance(given, Mapping):
+        tags = re.findall(r"'([^']*)'", context["expected_tags"])
+        tag = (difflib.get_close_matches(str(given), tags, n=1) or tags)[0]
+        return (
+            f"{where} must be a table of fields, not {given!r}. Write {where}.kind={tag}, or in a file "
+            f"{name} = {{ kind = {json.dumps(tag)} }}. {_suggest(given, context['expected_tags'])}"
+        )
+    if kind == "union_tag_invalid":
+        where, given, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
+    if kind in ("literal_error", "union_tag_invalid"):
+        return f"{where}: {given!r} is no choice. {_suggest(given, context['expected'])}"
+    if kind == "tuple_type" and isinstance(given, str | int | float):
+        return f"{where}: a list is needed, such as [{json.dumps(given)}]; it is {given!r}"
+    if kind in ("dataclass_type", "model_type", "dict_type"):
+        return f"{where} must be a table of fields, not {given!r}"
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {given!r}"
+
+
+def _suggest(given: Any, expected: str) -> str:
+    """The word that was meant, or all that are known; pydantic lists them as ``'a', 'b' or 'c'``."""
+    words = re.findall(r"'([^']*)'", expected)
+    return f"Known: {expected}." if not words else did_you_mean(str(given), words)
+
+
+def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[type[Any]]]:
+    """The path of a table as its file writes it, and the classes that it may be."""
+    shown, owners = [], [cls]
+    for part in path:
+        all_hints = [typing.get_type_hints(owner) for owner in owners]
+        hints = [known[part] for known in all_hints if part in known]
+        tagged = [owner for owner in owners if getattr(owner, "kind", None) == part]
+        if tagged and not hints:
+            # the tag by which pydantic chose among several classes
+            owners = tagged
+            continue
+        shown.append(str(part))
+        owners = [inner for hint in hints for inner in classes_in(hint)] or owners
+    return shown, owners
+
+
+def _find_inner(owners: Sequence[type[Any]], name: str) -> str:
+    """The path ``field.name`` of a field that stands one table deeper, or nothing."""
+    for owner in owners:
+        hints = typing.get_type_hints(owner)
+        for outer in _field_names(owner):
+            if any(name in _field_names(inner) for inner in classes_in(hints[outer])):
+                return f"{outer}.{name}"
+    return ""
+
+
+def classes_in(hint: Any) -> list[type[Any]]:
+    """The dataclasses in a type, such as in ``Mapping[str, Group] | None``."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return [hint]
+    return [cls for inner in typing.get_args(hint) for cls in classes_in(inner)]
+
+
+def _field_names(cls: type[Any]) -> list[str]:
+    if issubclass(cls, pydantic.BaseModel):
+        return list(cls.model_fields)
+    return [field.name for field in dataclasses.fields(cls) if field.init]

@@ -1,0 +1,68 @@
+"""Overrides that nothing reads: settings of methods that do not run, and of other commands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...core.errors import ConfigError
+from .merging import LaidTables
+
+TUNE = "`fedlowrank tune` alone reads the section [tune]."
+SEVERAL_RUNS = {
+    "seeds": "one run has one seed. Write run.seed=..., or use `fedlowrank compare`.",
+    "vary": "one run varies nothing. Use `fedlowrank compare`.",
+    "tune": TUNE,
+}
+"""Overrides of the top of a file that a command which makes one run does not read, and why."""
+COMPARED = {
+    "method": "the methods that are compared are named by --methods or compare = [...]. Use one of these.",
+    "compare": "--methods names the methods. Leave one of the two out.",
+    "seeds": "--seeds names the seeds. Leave one of the two out.",
+    "run.seed": "the seeds are named by --seeds or seeds = [...]. Write --seeds, such as --seeds 0,1.",
+    "vary": "--vary names what is varied. Leave one of the two out.",
+}
+"""Overrides that a comparison does not read where something else says what runs, and why."""
+
+
+def refuse_overrides_of_other_methods(
+    overrides: Mapping[str, Any], methods: Mapping[str, Collection[str]], names: Collection[str]
+) -> None:
+    """Refuse overrides of methods that do not run, and defaults that every method has its own value of.
+
+    Args:
+        overrides: nested tables of the overrides.
+        methods: the fields that each table ``[methods.NAME]`` of the experiment gives.
+        names: of the methods that run.
+
+    Raises:
+        ConfigError: naming the override, and what to type instead.
+    """
+    for name in overrides.get("methods", {}):
+        if name not in names:
+            raise ConfigError(
+                f"methods.{name}: nothing reads this override, for the methods that run are "
+                f"{', '.join(names)}. Name {name} among them, or set methods.{next(iter(names))}."
+            )
+    for name in overrides.get("defaults", {}):
+        own = [method for method in names if name in methods.get(method, ())]
+        if own and len(own) == len(names):
+            raise ConfigError(
+                f"defaults.{name}: nothing reads this override, for {', '.join(own)} has its own in the table "
+                f"methods.{own[0]}. Write methods.{own[0]}.{name}=... instead."
+            )
+
+
+def refuse_unread_overrides(laid: LaidTables, unread: Mapping[str, str]) -> None:
+    """Refuse overrides that a command does not read.
+
+    Args:
+        laid: tables and the overrides.
+        unread: by path of a field or a table, why it is not read and what to type instead.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    for path, why in unread.items():
+        if laid.overrides_field(path):
+            raise ConfigError(f"{path}: nothing reads this override: {why}")

@@ -1,0 +1,1 @@
+"""Sections of an experiment file."""

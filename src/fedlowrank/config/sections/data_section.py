@@ -1,0 +1,153 @@
+"""The section ``[data]``: a source, and what is done to its examples before clients share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.switch import refuse_unread_field
+from ...core.errors import ConfigError
+from ...data.dataset import Dataset, Normalization, normalize
+from ...data.datasets.bundled import Digits
+from ...data.datasets.shakespeare import Shakespeare
+from ...data.datasets.synthetic import LowRankTeacher, Synthetic
+from ...data.partitioning.concept import Concept, NaturalClusters
+from ...data.sources import SOURCES
+from ...data.text.text_sources import TEXT_SOURCES
+from ..reading.parsing import build, build_tagged, print_fields, print_tagged, refuse_misspelled_tag
+
+T = TypeVar("T")
+DEFAULT_SOURCE = "digits"
+"""The source of a section that names none."""
+
+
+@dataclass(frozen=True)
+class Preparation(CheckedFields):
+    """What is done to a data set of any source.
+
+    Attributes:
+        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
+            feature, both over the training examples of all clients; or standard_per_client, the same over
+            each client's own training examples, so that no statistic is shared.
+        examples: use so many of the official training examples, the same in every run; by default all.
+        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
+            the seed of the run; validation and test stay whole.
+        keep_at_least: training examples that a client keeps whatever the share, if it has so many.
+    """
+
+    normalize: Normalization = "scale"
+    examples: int | None = None
+    keep: float = 1.0
+    keep_at_least: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
+        check_minimum("data.keep_at_least", self.keep_at_least, 1)
+        if self.keep == 1:
+            refuse_unread_field(
+                self, "keep_at_least", "data", "with data.keep = 1", "set data.keep, such as to 0.1"
+            )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """A source and what is done to its examples; in a file, the fields of both stand in one table.
+
+    Attributes:
+        source: a :class:`~fedlowrank.data.sources.Source`, or a ``TextSource`` for a language model.
+        preparation: what is done to them.
+    """
+
+    source: Any = Digits()
+    preparation: Preparation = Preparation()
+
+    @classmethod
+    def parse(cls, values: Any, language: bool) -> DataSettings:
+        """Make the settings from a table.
+
+        Args:
+            values: the table.
+            language: whether the source gives texts.
+
+        Raises:
+            ConfigError: if there is no such source, or a field is wrong.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"data must be a table of fields, not {values!r}")
+        refuse_misspelled_tag(values, "data", "source")
+        name, shared = (
+            str(values.get("source", DEFAULT_SOURCE)),
+            {f.name for f in dataclasses.fields(Preparation)},
+        )
+        if name in TEXT_SOURCES and not language:
+            raise ConfigError(
+                f"data.source {name!r} is text, which needs a section [language] with the path of a model"
+            )
+        if language and name in SOURCES:
+            raise ConfigError(
+                f"data.source {name!r} gives no texts, and the section [language] adapts a language model to "
+                f"texts. Set data.source to one of {', '.join(TEXT_SOURCES)}, or leave [language] out"
+            )
+        if ":" in name:
+            raise ConfigError(
+                f"data.source {name!r}: a function cannot be a source. Let it write an .npz file (numpy.savez with x, y "
+                'and client) and set source = "arrays", or pass its arrays to Federation.from_arrays in Python.'
+            )
+        own = {key: value for key, value in values.items() if key not in shared}
+        known = TEXT_SOURCES if language else SOURCES
+        source = build_tagged(known, own, "data", DEFAULT_SOURCE, "source", sorted(shared))
+        return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
+
+    def to_dict(self, short: bool) -> dict[str, Any]:
+        """Print the table that :meth:`parse` reads, in short without the fields that are as by default."""
+        source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, short, "source")
+        return {**source, **print_fields(self.preparation, short)}
+
+    def load(self, seed: int) -> Dataset:
+        """Read and normalize the data set; the last one is kept for the next run of a comparison.
+
+        Args:
+            seed: of the run, for synthetic data that are drawn by it.
+
+        Raises:
+            DataError: if it cannot be read.
+        """
+        by_run = getattr(self.source, "seed", None) == "run"
+        source = dataclasses.replace(self.source, seed=seed) if by_run else self.source
+        return _load(source, self.preparation.normalize)
+
+    def check(self, concept: Concept) -> None:
+        """Refuse what would make another task of a synthetic regression, or of texts, without a word.
+
+        Raises:
+            ConfigError: if normalization or concept do not go with the source.
+        """
+        if isinstance(self.source, Shakespeare) and self.preparation.normalize != "none":
+            raise ConfigError(
+                f"data.normalize is {self.preparation.normalize!r}, but source 'shakespeare' gives numbers "
+                "of characters, which must stay whole. Set data.normalize to 'none'."
+            )
+        if not isinstance(self.source, Synthetic | LowRankTeacher):
+            return
+        if self.preparation.normalize != "none":
+            raise ConfigError(
+                f"data.normalize is {self.preparation.normalize!r}, but the labels or targets of a synthetic "
+                "source are a function of its inputs as they were drawn. Set data.normalize to 'none'."
+            )
+        clusters = self.source.clusters if isinstance(self.source, Synthetic) else None
+        if clusters and isinstance(concept, NaturalClusters) and concept.clusters != clusters:
+            raise ConfigError(
+                f"concept.clusters is {concept.clusters}, but data.clusters is {clusters}: both "
+                "number the same ground-truth tasks. Make them equal."
+            )
+
+
+@functools.lru_cache(maxsize=1)
+def _load(source: Any, how: Normalization) -> Dataset:
+    return normalize(source.load(), how)

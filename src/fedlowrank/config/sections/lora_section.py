@@ -1,0 +1,101 @@
+"""The section ``[lora]``: which ranks clients have, and where your own module gets LoRA layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+from torch import nn
+
+from ...adapters.lora.lora_layers import add_lora
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import ConfigError
+from ...core.key import Key
+
+
+@dataclass(frozen=True)
+class LoraSettings(CheckedFields):
+    """LoRA of the built-in models and of your own; of a language model see :class:`PeftSettings`.
+
+    Attributes:
+        ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
+            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
+        r: rank that the layers are made for, lowered where it is above what a layer can have; None adds
+            updates to the weights themselves and wraps nothing.
+        lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
+        use_rslora: whether the scale is α/√r.
+        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole
+            and never wrapped.
+    """
+
+    section = "lora"
+
+    ranks: tuple[int, ...] = ()
+    r: int | None = None
+    lora_alpha: float | None = None
+    use_rslora: bool = False
+    target_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_ranks(self.ranks)
+        if self.r is not None:
+            check_minimum("lora.r", self.r, 1)
+        if self.r is None and (self.lora_alpha is not None or self.use_rslora or self.target_modules):
+            raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of layers: set lora.r")
+
+    def wrap(self, make: Callable[[], nn.Module], head: str | None, key: Key) -> Callable[[], nn.Module]:
+        """Turn a factory of modules into one of modules with LoRA layers; without r it stays as it is."""
+        rank = self.r
+        if rank is None:
+            return make
+
+        def make_with_lora() -> nn.Module:
+            module = make()
+            trained = head if head is not None else getattr(module, "head_name", None)
+            if trained is None and any(name == "head" for name, _ in module.named_modules()):
+                trained = "head"
+            trainable = () if trained is None else (trained,)
+            kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
+            found = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
+            if trained is not None:
+                found.head_name = trained  # type: ignore[assignment]  # torch types attributes as tensors
+            return found
+
+        return make_with_lora
+
+
+class PeftSettings(pydantic.BaseModel):
+    """The section ``[lora]`` of a language model: ranks, and the fields of ``peft.LoraConfig``.
+
+    Attributes:
+        ranks: of the clients; see :class:`LoraSettings`.
+    """
+
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+
+    ranks: tuple[int, ...] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> PeftSettings:
+        check_ranks(self.ranks)
+        return self
+
+
+def check_ranks(ranks: tuple[int, ...]) -> None:
+    """Raise ConfigError where a rank is no whole number of at least 1."""
+    for place, rank in enumerate(ranks):
+        check_minimum(f"lora.ranks, value {place}", rank, 1)
+
+
+def broadcast_ranks(ranks: tuple[int, ...], clients: int) -> list[int | None]:
+    """Repeat a list of ranks evenly over the clients, in order; None for each where none are given.
+
+    Raises:
+        ConfigError: if there are more ranks than clients.
+    """
+    if len(ranks) > clients:
+        raise ConfigError(f"lora.ranks names {len(ranks)} ranks, but there are {clients} clients")
+    return [ranks[i * len(ranks) // clients] if ranks else None for i in range(clients)]

@@ -1,0 +1,72 @@
+"""The section ``[reference]``: a paper's numbers, shown beside those of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import ConfigError
+from ..reading.merging import parse_value, parse_variation
+
+PaperNumber = float | str | list[float | str]
+
+
+@dataclass(frozen=True)
+class Reference(CheckedFields):
+    """A paper's numbers, shown beside those of a run.
+
+    Each by method, or by ``method.series``; a list holds a number for each value of the varied field.
+
+    Attributes:
+        label: where they stand, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.
+        accuracy: in percent; ``"-"`` where the paper marks a failure to converge.
+        communication: of the whole session, both ways and all clients, in GB.
+        parameters: of a client's model, in millions.
+        metric: what ``score`` is, in words.
+        score: in percent, of an evaluation that ``fedlowrank score`` makes after a run.
+    """
+
+    label: str
+    accuracy: Mapping[str, PaperNumber] = field(default_factory=dict)
+    communication: Mapping[str, PaperNumber] = field(default_factory=dict)
+    parameters: Mapping[str, PaperNumber] = field(default_factory=dict)
+    metric: str = ""
+    score: Mapping[str, PaperNumber] = field(default_factory=dict)
+
+    def describe(self, vary: Sequence[str], tables: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose the numbers of one run, as reports read them.
+
+        Args:
+            vary: the fields that the experiment varies.
+            tables: of the experiment with the values of this run.
+
+        Raises:
+            ConfigError: if a list does not have a number for each value of one varied field.
+        """
+        found: dict[str, Any] = {"label": self.label}
+        if self.score:
+            found["metric"] = self.metric
+        for kind in ("accuracy", "communication", "parameters", *(("score",) if self.score else ())):
+            numbers: Mapping[str, PaperNumber] = getattr(self, kind)
+            chosen = {k: _choose(v, f"reference.{kind}.{k}", vary, tables) for k, v in numbers.items()}
+            # null marks what did not converge; what the paper does not have is left out
+            found[kind] = {k: None if isinstance(v, str) else v for k, v in chosen.items() if v is not None}
+        return found
+
+
+def _choose(number: PaperNumber, where: str, vary: Sequence[str], tables: Mapping[str, Any]) -> Any:
+    """The number for the value that the varied field has in these tables."""
+    if not isinstance(number, list):
+        return number
+    if len(vary) != 1:
+        raise ConfigError(f"{where} holds a list, which needs one varied field; vary is {tuple(vary)!r}")
+    name, texts = parse_variation(vary[0])
+    values = [parse_value(text) for text in texts]
+    if len(number) != len(values):
+        raise ConfigError(f"{where} holds {len(number)} numbers, but vary has {len(values)} values: {values}")
+    now: Any = tables
+    for part in name.split("."):
+        now = now.get(part) if isinstance(now, Mapping) else None
+    return number[values.index(now)] if now in values else None

@@ -1,0 +1,98 @@
+"""The section ``[tune]``: which settings ``fedlowrank tune`` tries, and how it chooses among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import ConfigError
+
+_SECTIONS = ("data", "defaults", "lora", "methods", "model", "partition", "run", "split")
+"""Sections of a file by whose names a field of a method may be prefixed by mistake."""
+
+
+@dataclass(frozen=True)
+class TuneSettings(CheckedFields):
+    """A grid search: every method is tuned on its own grid by validation, then tested with other seeds.
+
+    Attributes:
+        seeds: of the tuning runs; the choice is made by their mean.
+        test_seeds: of the runs with the chosen settings; none of them may be a tuning seed.
+        measure: what settings are chosen by; validation is the mean over clients of the validation accuracy,
+            of a regression the mean validation loss.
+        at: round of the measure: last, or best for the best of all evaluated rounds.
+        series: which models are measured, such as "server"; by default each method's first series. A method
+            without that series is measured by its first.
+        rounds: of a tuning run; by default run.rounds.
+        grid: fields of every method and the values to try, such as "optimizer.lr" = [0.01, 0.1].
+        methods: fields of single methods and the values to try, combined with those of the grid above.
+    """
+
+    seeds: tuple[int, ...] = (100, 101)
+    test_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    measure: Literal["validation"] = "validation"
+    at: Literal["last", "best"] = "last"
+    series: str | None = None
+    rounds: int | None = None
+    grid: Mapping[str, Any] = field(default_factory=dict)
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, seeds in (("seeds", self.seeds), ("test_seeds", self.test_seeds)):
+            if not seeds or len(set(seeds)) < len(seeds):
+                raise ConfigError(f"tune.{name} must list different seeds, at least one; it is {list(seeds)}")
+        if both := sorted({*self.seeds} & {*self.test_seeds}):
+            raise ConfigError(
+                f"tune.seeds and tune.test_seeds both hold {', '.join(map(str, both))}. A result on the "
+                "seeds of the choice would be too good: list other seeds in tune.test_seeds."
+            )
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigError(f"tune.rounds must be >= 1; it is {self.rounds}")
+        for path, fields in (
+            ("grid", self.grid),
+            *((f"methods.{n}", own) for n, own in self.methods.items()),
+        ):
+            for name in flatten_grid(fields, f"tune.{path}"):
+                if name.partition(".")[0] in _SECTIONS:
+                    raise ConfigError(
+                        f"tune.{path}.{name}: a grid holds fields of methods, such as mu or optimizer.lr, "
+                        "without a section before them. Vary settings of other sections in a comparison: "
+                        f'vary = ["{name}=..."]'
+                    )
+
+    def grid_of(self, method: str) -> dict[str, list[Any]]:
+        """The grid of a method: values by field. A field of its own table replaces the one of all methods."""
+        own = flatten_grid(self.methods.get(method, {}), f"tune.methods.{method}")
+        return {**flatten_grid(self.grid, "tune.grid"), **own}
+
+
+def flatten_grid(tables: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
+    """Turn a grid of nested tables into values by dotted field; ``a.b = [1]`` equals ``"a.b" = [1]``.
+
+    Args:
+        tables: of the grid.
+        path: of the grid in the file, for messages.
+
+    Raises:
+        ConfigError: if a field has no list of different values.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, values in tables.items():
+        here = f"{path}.{name}"
+        if isinstance(values, Mapping):
+            inner = {f"{name}.{one}": those for one, those in flatten_grid(values, here).items()}
+            if both := sorted({*inner} & {*found}):
+                raise ConfigError(f"{path}.{both[0]} is in the grid twice; leave one of the two out")
+            found |= inner
+            continue
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            raise ConfigError(f"{here}: a list of values is needed, such as [0.03, 0.1]; it is {values!r}")
+        if twice := [text for text, n in Counter(map(repr, values)).items() if n > 1]:
+            raise ConfigError(f"{here} lists {twice[0]} twice")
+        if name in found:
+            raise ConfigError(f"{here} is in the grid twice; leave one of the two out")
+        found[name] = list(values)
+    return found

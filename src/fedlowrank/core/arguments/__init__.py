@@ -1,0 +1,1 @@
+"""Checks of arguments and settings, and code named by the user."""

@@ -1,0 +1,98 @@
+"""Bounds of settings that are numbers: a least whole number, or a bound written as ``">= 0 and < 1"``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .field_checks import check_value
+
+
+def check_minimum(name: str, value: Any, minimum: int) -> int:
+    """A whole number of at least a minimum, as an int.
+
+    Args:
+        name: of the setting, for the message.
+        value: of Python or numpy; no bool. A float without a fractional part is taken, as from a file.
+        minimum: that is accepted.
+
+    Raises:
+        ConfigError: if it is something else; of another type in the words of the checks of fields.
+    """
+    number: int = check_value(name, int, value)
+    if number < minimum:
+        raise ConfigError(f"{name} must be a whole number of at least {minimum}; it is {number}")
+    return number
+
+
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_INTERVAL = re.compile(rf"([\[(\]])\s*({_NUMBER})?[^,;]*[,;]\s*({_NUMBER})?.*?([\])\[])")
+_GRAMMAR = (
+    "Write one comparison (>=, >, <= or <, then a number) or several joined by 'and', such as '>= 0 and < 1'"
+)
+
+
+def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
+    """Refuse a number out of its bounds, NaN and infinities included; None is accepted.
+
+    Args:
+        settings: a dataclass.
+        bounds: by name of a field, such as ``"> 0 and <= 1"``.
+        title: of the settings, for the message.
+
+    Raises:
+        ConfigError: naming the field, its bounds and its value; or a bound that cannot be read, or is of no
+            field or of one that is no number.
+    """
+    if not isinstance(bounds, Mapping):
+        raise ConfigError(f"{title}: bounds must be a dict by name of a field, not {bounds!r}. {_GRAMMAR}")
+    for name, bound in bounds.items():
+        if not hasattr(settings, name):
+            raise ConfigError(f"{title}: bounds names {name!r}, which is no field")
+        value = getattr(settings, name)
+        limits = _parse(bound, f"{title}: bounds[{name!r}]")
+        if value is None:
+            continue
+        try:
+            inside = math.isfinite(value) and all(compare(value, limit) for compare, limit in limits)
+        except TypeError as error:
+            raise ConfigError(
+                f"{title}: {name} must be a number, for bounds names it; it is {value!r}"
+            ) from error
+        if not inside:
+            raise ConfigError(f"{title}: {name} must be {bound}; it is {value}")
+
+
+@functools.cache
+def _parse(bound: Any, where: str) -> list[tuple[Callable[[Any, Any], bool], float]]:
+    """The comparisons of a bound, each with its number."""
+    found = []
+    for part in bound.split(" and ") if isinstance(bound, str) else ():
+        match = re.fullmatch(rf"\s*(>=|<=|>|<)\s*({_NUMBER})\s*", part)
+        if match is None:
+            break
+        found.append((_COMPARE[match[1]], float(match[2])))
+    else:
+        if found:
+            return found
+    suggestion = _from_interval(bound) if isinstance(bound, str) else ""
+    raise ConfigError(f"{where} is {bound!r}. {suggestion or _GRAMMAR}.")
+
+
+def _from_interval(text: str) -> str:
+    """What to write instead of an interval such as ``[0, 1)``; nothing for another text."""
+    match = _INTERVAL.fullmatch(text.strip())
+    if match is None:
+        return ""
+    left, low, high, right = match.groups()
+    parts = [
+        *([f"{'>=' if left == '[' else '>'} {low}"] if low else []),
+        *([f"{'<=' if right == ']' else '<'} {high}"] if high else []),
+    ]
+    return f"Write {' and '.join(parts)!r}" if parts else ""

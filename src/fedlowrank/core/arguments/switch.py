@@ -1,0 +1,63 @@
+"""Settings that are read only with some values of a switch beside them, such as ``kind``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+
+
+class Switch(NamedTuple):
+    """A field that says which other fields are read.
+
+    Attributes:
+        field: its name.
+        reads: for each other field the values of the switch that read it; none for every value that is not
+            empty, zero or false.
+    """
+
+    field: str
+    reads: Mapping[str, tuple[Any, ...]]
+
+    def is_read(self, name: str, value: Any) -> bool:
+        """Whether a field is read with that value of the switch."""
+        values = self.reads.get(name, (value,))
+        return value in values if values else bool(value)
+
+
+def check_switch(settings: Any, switch: Switch, title: str) -> None:
+    """Refuse a field that nothing reads: what was asked for would else not happen, without a word.
+
+    A field at its default asks for nothing and is accepted, also where it is written out.
+
+    Args:
+        settings: a dataclass, from its ``__post_init__``.
+        switch: of its fields.
+        title: of the settings, for the message.
+
+    Raises:
+        ConfigError: naming the field and what to type instead.
+    """
+    chosen, path = getattr(settings, switch.field), f"{title}.{switch.field}"
+    for name, values in switch.reads.items():
+        words = [repr(value) for value in values]
+        known = " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+        if not switch.is_read(name, chosen):
+            refuse_unread_field(
+                settings,
+                name,
+                title,
+                f"with {path} = {chosen!r}",
+                f"set {path}{f' to {known}' if known else ''}",
+            )
+
+
+def refuse_unread_field(settings: Any, name: str, title: str, where: str, cure: str) -> None:
+    """Raise ConfigError for a field that nothing reads, unless it is at its default."""
+    value = getattr(settings, name)
+    if value != next(field.default for field in dataclasses.fields(settings) if field.name == name):
+        raise ConfigError(
+            f"{title}.{name} = {value!r} does nothing {where}: {cure}, or leave {title}.{name} out"
+        )

@@ -1,0 +1,45 @@
+"""Python code of a user's own, named ``module:attribute`` in an experiment file or on the command line.
+
+Importing a module runs it. This is the one place where the package imports what a text names. Who may name
+it: an experiment file that is given to a command, and the command line itself. The configuration that a run
+folder holds may not, unless ``--allow-code`` is typed, for the folder may be somebody else's
+(:meth:`fedlowrank.config.experiment.ExperimentConfig.parse`). ``report`` and ``list`` never import any.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+_ADVICE = {
+    "cannot inherit non-frozen dataclass": "Write @dataclass(frozen=True) above the class",
+    "follows default argument": "Give the field a default, such as alpha: float = 0.5",
+    "has no type annotation": "Write its type, such as alpha: float = field(default=0.5)",
+}
+"""What to write instead, by the words of the dataclass module's own errors."""
+
+
+def import_named(name: str, what: str) -> Any:
+    """Import an attribute of a module, which is looked for in the working folder first.
+
+    Args:
+        name: ``package.module:attribute``.
+        what: the setting or command that names it, for messages.
+
+    Raises:
+        ConfigError: if it cannot be imported, whatever its module raises.
+    """
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        advice = next((f". {write}" for words, write in _ADVICE.items() if words in said), "")
+        raise ConfigError(f"{what}: {name!r} cannot be imported: {said}{advice}") from error

@@ -1,0 +1,1 @@
+"""The contract of a federated method: hooks, views, messages and updates."""

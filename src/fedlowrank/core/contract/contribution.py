@@ -1,0 +1,265 @@
+"""What a reply contributes to a round, and how contributions are reduced.
+
+A server's half of a method is map, reduce, finish: :meth:`~fedlowrank.core.contract.method.Method.contribution` maps
+one upload to a tree whose leaves are :class:`Mean`, :class:`Sum` or :class:`Each`; an :class:`Aggregator`
+reduces these trees as replies arrive; :meth:`~fedlowrank.core.contract.method.Method.server_update` finishes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import tree
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Contributes to a weighted mean; the total is None if all weights are zero.
+
+    Attributes:
+        value: a tree of floating-point tensors.
+        weight: at least 0.
+    """
+
+    value: Any
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Contributes to a sum.
+
+    Attributes:
+        value: a tree of tensors.
+        counts: it counts, such as the weights of a cluster's members: no rule replaces the sum.
+    """
+
+    value: Any
+    counts: bool = False
+
+
+@dataclass(frozen=True)
+class Each:
+    """Seen by itself: the total is ``{client id: value}``, sorted by id. It rules secure aggregation out.
+
+    Attributes:
+        value: anything.
+    """
+
+    value: Any
+
+
+class RunningMean(Generic[T]):
+    """Weighted mean of trees that come one after another: m ← m + w/W (x - m), W the sum of weights.
+
+    Equal trees have themselves as mean, bit for bit. Tensors of half precision are added up in float32, and
+    the mean is rounded once to their type. Peak memory: one tree.
+
+    Attributes:
+        count: number of trees.
+        total: sum of their weights.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, 0.0
+        self._mean: Any = None
+        self._form: Any = None
+        self._like: Any = None
+
+    def add(self, value: T, weight: float = 1.0) -> None:
+        """Add a tree.
+
+        Raises:
+            TreeError: if its structure differs from those before, or its weight is negative or not a number.
+        """
+        if not weight >= 0:
+            raise tree.TreeError(f"a weight of a mean is at least 0; this one is {weight}")
+        self.count += 1
+        self.total += weight
+        if self.count == 1:
+            self._mean, self._form, self._like = tree.map(_wide_copy, value), tree.form(value), _empty(value)
+        mine, new = tree.tensors(self._mean), tree.tensors(value)
+        if tree.form(value) != self._form:
+            # keys may come in another order; if structures differ, this says where
+            new = []
+            tree.map(lambda _, t: new.append(t), self._like, value)
+            if any(
+                (u.shape, u.dtype) != (t.shape, t.dtype)
+                for u, t in zip(tree.tensors(self._like), new, strict=True)
+            ):
+                raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
+        if weight and mine and self.count > 1:
+            torch._foreach_lerp_(mine, tree.widen(new), weight / self.total)
+
+    @property
+    def value(self) -> T:
+        """The mean; raises TreeError if all weights are 0."""
+        if self.total <= 0:
+            raise tree.TreeError(
+                f"a mean needs at least one tree with a weight above 0; there were {self.count} trees"
+            )
+        found: T = tree.cast_like(self._mean, self._like)
+        return found
+
+
+def _wide_copy(t: Tensor) -> Tensor:
+    return t.to(tree.wide_type(t.dtype), copy=True)
+
+
+def _empty(value: T) -> T:
+    """The tree with tensors of the same shapes and types that take no memory."""
+    return tree.map(lambda t: t.new_zeros(()).expand(t.shape), value)
+
+
+def mean(trees: Iterable[T], weights: Iterable[float]) -> T:
+    """Weighted mean of trees of one structure.
+
+    Args:
+        trees: at least one tree of floating-point tensors.
+        weights: one non-negative weight for each tree; they need not sum to one.
+
+    Raises:
+        TreeError: if there is no tree with a positive weight, a weight is negative, or the structures differ.
+    """
+    running: RunningMean[T] = RunningMean()
+    for value, weight in zip(trees, weights, strict=True):
+        running.add(value, float(weight))
+    return running.value
+
+
+_SKIPPED = object()
+
+
+class Aggregator:
+    """Reduces the contributions of a round in the order of its clients, whenever they arrive.
+
+    A contribution that arrives early waits until those before it have arrived, so totals have the same bits
+    in every engine and over a network. Every other one is added and let go.
+
+    Args:
+        clients: identifiers of the clients that take part, in the order of reduction.
+
+    Attributes:
+        contributed: identifiers of the clients whose contributions were added.
+        reason: why the total is None although clients contributed; commonly empty.
+    """
+
+    def __init__(self, clients: Sequence[int]) -> None:
+        self.contributed: list[int] = []
+        self.reason = ""
+        self._waiting = list(reversed(clients))
+        self._early: dict[int, Any] = {}
+        self._totals: dict[str, Any] = {}
+        self._forms: dict[str, Any] = {}
+        self._structure: Any = None
+
+    def add(self, client: int, contribution: Any) -> None:
+        """Add a client's contribution.
+
+        Raises:
+            TreeError: if it does not have the structure of those before.
+        """
+        self._early[client] = contribution
+        self._reduce()
+
+    def skip(self, client: int) -> None:
+        """Leave out a client that does not reply."""
+        self._early[client] = _SKIPPED
+        self._reduce()
+
+    def finish(self) -> Any:
+        """The total: the tree of contributions with every leaf reduced, or None without contributions.
+
+        Raises:
+            ValueError: if a client was neither added nor skipped.
+        """
+        if missing := sorted(set(self._waiting) - self._early.keys()):
+            raise ValueError(f"the round is not over: clients {missing} neither replied nor were skipped")
+        return None if self._structure is None else map_leaves(self._value, self._structure)
+
+    def _reduce(self) -> None:
+        while self._waiting and self._waiting[-1] in self._early:
+            client = self._waiting.pop()
+            contribution = self._early.pop(client)
+            if contribution is _SKIPPED:
+                continue
+            kinds = map_leaves(lambda _, leaf: type(leaf), contribution)
+            if self._structure is None:
+                self._structure = kinds
+            elif self._structure != kinds:
+                raise tree.TreeError(
+                    f"the contribution of client {client} has the form {kinds}, not {self._structure}"
+                )
+            for path, leaf in contribution_leaves(contribution):
+                self._add(path, leaf, client)
+            self.contributed.append(client)
+
+    def _add(self, path: str, leaf: Mean | Sum | Each, client: int) -> None:
+        if isinstance(leaf, Mean):
+            self._totals.setdefault(path, RunningMean())
+            if leaf.weight != 0:
+                self._totals[path].add(leaf.value, leaf.weight)
+        elif isinstance(leaf, Sum):
+            known = self._totals.get(path)
+            # of half precision in float32, rounded once at the end
+            wide = tree.widen(leaf.value)
+            if known is None:
+                self._forms[path] = _empty(leaf.value)
+            self._totals[path] = wide if known is None else tree.map(torch.add, known, wide)
+        else:
+            self._totals.setdefault(path, {})[client] = leaf.value
+
+    def _value(self, path: str, kind: type) -> Any:
+        total = self._totals[path]
+        if isinstance(total, RunningMean):
+            return total.value if total.total > 0 else None
+        if kind is Each:
+            return dict(sorted(total.items()))
+        return tree.cast_like(total, self._forms[path])
+
+
+def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:
+    """The leaves of a contribution with their paths."""
+    found: list[tuple[str, Mean | Sum | Each]] = []
+    map_leaves(lambda path, leaf: found.append((path, leaf)), contribution)
+    yield from found
+
+
+def map_leaves(f: Callable[[str, Any], Any], contribution: Any, path: str = "") -> Any:
+    """A contribution with every leaf replaced by ``f(path, leaf)``.
+
+    Raises:
+        TreeError: if it holds anything but dicts and lists of leaves.
+    """
+    if isinstance(contribution, dict):
+        return {key: map_leaves(f, value, tree.join_path(path, key)) for key, value in contribution.items()}
+    if isinstance(contribution, list):
+        return [map_leaves(f, value, tree.join_path(path, str(i))) for i, value in enumerate(contribution)]
+    if not isinstance(contribution, (Mean, Sum, Each, type)):
+        raise tree.TreeError(
+            f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "
+            f"holds a {type(contribution).__name__}. Wrap it, such as Mean(upload, client.examples)"
+        )
+    return f(path, contribution)
+
+
+def fault_of(contribution: Any) -> str | None:
+    """What is wrong with the numbers of a contribution, or None.
+
+    Values of Each are not examined: only the method knows what they may hold.
+    """
+    for path, leaf in contribution_leaves(contribution):
+        weight = leaf.weight if isinstance(leaf, Mean) else 0.0
+        if not 0 <= weight < math.inf:
+            return f"the weight of the mean at {path or 'its top'} is {weight:.4g}"
+        if not isinstance(leaf, Each) and (where := tree.not_finite(leaf.value)) is not None:
+            return f"a NaN or an infinity at {path}{where}"
+    return None

@@ -1,0 +1,226 @@
+"""The class of a method is compared with the contract before anything runs: names, kinds and arguments of its hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from ..errors import ConfigError
+
+_NEAR = 0.85
+"""Likeness to the name of a hook from which a name is taken for a misspelt one."""
+_LIKE = 0.6
+"""The same where a hook that is needed is missing, so that any name may stand for it."""
+_VALUES = (bool, int, float, str, tuple, list, dict, type(None))
+"""Types of values that a setting may have, beside settings themselves."""
+
+
+def check_class(cls: type[Any], contract: Any) -> None:
+    """Refuse a class whose hooks or fields do not fit the contract.
+
+    What counts as a hook is what the contract defines. Helpers may have any name that is not nearly that of a hook
+    which their class leaves out.
+
+    Args:
+        cls: a subclass of the contract.
+        contract: the class that defines all hooks and class variables.
+
+    Raises:
+        ConfigError: with a line for each mistake: what is wrong, where, and what to write.
+    """
+    own = [c for c in cls.__mro__ if issubclass(c, contract) and c is not contract]
+    found = [*_missing(cls, contract, own), *_unfit(cls, contract)]
+    for one in own:
+        found += [*_misspelt(one, contract), *_fields(one, contract)]
+    if found:
+        count = "a mistake" if len(found) == 1 else f"{len(found)} mistakes"
+        lines = "".join(f"\n  {line}" for line in found)
+        raise ConfigError(f"the class {cls.__module__}:{cls.__qualname__} has {count}:{lines}")
+
+
+@functools.cache
+def _hooks(contract: Any) -> dict[str, Any]:
+    """The functions of the contract by name."""
+    return {n: v for n, v in vars(contract).items() if n[0] != "_" and inspect.isfunction(v)}
+
+
+@functools.cache
+def _variables(contract: Any) -> dict[str, Any]:
+    """The types of the class variables of the contract by name."""
+    hints = typing.get_type_hints(contract)
+    return {
+        n: typing.get_args(hints[n])[0] for n, a in _annotations(contract).items() if _is_class_variable(a)
+    }
+
+
+@functools.cache
+def _arguments(hook: Any) -> list[str]:
+    """The names of what a hook is called with, itself first."""
+    return list(inspect.signature(hook).parameters)
+
+
+def _defined(cls: type[Any], name: str) -> Any:
+    """What stands in the body of a class or of the nearest of its bases that has the name; None if none has."""
+    return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+
+
+def _written(function: Any) -> str:
+    """How the definition of a hook begins."""
+    return f"def {function.__name__}({', '.join(_arguments(function))})"
+
+
+def _missing(cls: type[Any], contract: Any, own: Iterable[type[Any]]) -> Iterator[str]:
+    """The title and the hooks without a default that a class lacks, with the function that may have been meant."""
+    hooks, names = _hooks(contract), {n for c in own for n, v in vars(c).items() if inspect.isfunction(v)}
+    if _defined(cls, "title") is None and _nearest("title", [n for c in own for n in vars(c)], _NEAR) is None:
+        yield 'title is missing. Write title = "..." in the class'
+    for name in sorted(getattr(cls, "__abstractmethods__", ()), key=list(hooks).index):
+        others = [n for n in names - hooks.keys() if n[0] != "_"]
+        near = _nearest(name, others, _LIKE)
+        if near is not None and _nearest(near, hooks, _NEAR) is not None:
+            # named as a misspelt one
+            continue
+        hint = f"; if {near} is meant, rename it" if near is not None else ""
+        yield f"{name} is missing. Write {_written(hooks[name])}{hint}"
+
+
+def _unfit(cls: type[Any], contract: Any) -> Iterator[str]:
+    """The hooks that are no methods or cannot take what they are called with, and class variables of a wrong type."""
+    for name, hook in _hooks(contract).items():
+        value = _defined(cls, name)
+        if value is hook or name in getattr(cls, "__abstractmethods__", ()):
+            continue
+        kind = type(value).__name__
+        if isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
+            yield f"{name}{_place(value)} is a {kind}. Write {_written(hook)} without @{kind}"
+        elif not callable(getattr(cls, name)):
+            yield f"{name} is of type {kind} and must be a function. Write {_written(hook)}"
+        elif wrong := _wrong_arguments(getattr(cls, name), hook):
+            yield f"{name}{_place(value)} {wrong}. Write {_written(hook)}"
+    for name, hint in _annotations(contract).items():
+        value = _defined(cls, name)
+        if name not in _variables(contract) and (inspect.isfunction(value) or isinstance(value, property)):
+            yield f"{name}{_place(value)} is a {type(value).__name__} and must be a field. Write {name}: {hint} = ..."
+    for name, hint in _variables(contract).items():
+        value = _defined(cls, name)
+        if hint in (str, bool) and value is not None and not isinstance(value, hint):
+            example = f'{name} = "..."' if hint is str else f"{name} = True"
+            kind = type(value).__name__
+            yield f"{name} is of type {kind} and must be of type {hint.__name__}. Write {example} in the class"
+
+
+def _wrong_arguments(function: Any, hook: Any) -> str:
+    """Why a function cannot be called as a hook is; empty if it can."""
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        return (
+            f"{'is async' if inspect.iscoroutinefunction(function) else 'yields'} and must return its result"
+        )
+    given = _arguments(hook)
+    if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
+        code = function.__code__
+        if code.co_varnames[: code.co_argcount] == tuple(given) and not code.co_kwonlyargcount:
+            # as nearly all are; a signature takes 0.1 ms
+            return ""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # of a function in C nothing is known
+        return ""
+    if not hasattr(function, "__get__"):
+        # an object that is called is not bound to the method, so that it gets no self
+        given = given[1:]
+    moved = [n for n, g in zip(signature.parameters, given, strict=False) if n != g and n in given]
+    try:
+        signature.bind(*given)
+    except TypeError:
+        moved = given
+    if not moved:
+        return ""
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"takes {inspect.Signature(bare)} and is called with ({', '.join(given)})"
+
+
+def _misspelt(cls: type[Any], contract: Any) -> Iterator[str]:
+    """What a class defines under a name that is nearly that of a hook or class variable which it leaves out."""
+    hooks, variables = _hooks(contract), _variables(contract)
+    for name, value in vars(cls).items():
+        if name[0] == "_" or hasattr(contract, name) or name in variables or isinstance(value, type):
+            continue
+        is_code = callable(value) or isinstance(value, (staticmethod, classmethod, property))
+        if not is_code and not _is_class_variable(_annotations(cls).get(name, ClassVar)):
+            continue
+        near = _nearest(name, [n for n in (hooks if is_code else variables) if n not in vars(cls)], _NEAR)
+        if near is None:
+            continue
+        what = f" Write {_written(hooks[near])}" if is_code else ""
+        yield f"{name}{_place(value)}: a method has no {name!r}. Did you mean {near!r}?{what}"
+
+
+def _fields(cls: type[Any], contract: Any) -> Iterator[str]:
+    """The settings that a class means to have and does not."""
+    is_dataclass = "__dataclass_fields__" in vars(cls)
+    if "__init__" in vars(cls) and not is_dataclass:
+        return
+    annotations, variables = _annotations(cls), _variables(contract)
+    named = [n for n, a in annotations.items() if n not in variables and not _is_class_variable(a)]
+    if named and not is_dataclass:
+        verb = "is no setting" if len(named) == 1 else "are no settings"
+        yield f"{', '.join(named)} {verb}: write @dataclass(frozen=True) above class {cls.__name__}"
+    for name, value in vars(cls).items():
+        is_value = isinstance(value, _VALUES) or dataclasses.is_dataclass(value)
+        is_meant = name[0] != "_" and not name.isupper() and not isinstance(value, type)
+        is_hook = inspect.isfunction(_defined(contract, name))
+        if not is_value or not is_meant or is_hook or name in annotations or name in variables:
+            continue
+        if any(_is_class_variable(_annotations(base).get(name)) for base in cls.__mro__):
+            continue
+        if _nearest(name, variables, _NEAR) is not None:
+            # named as a misspelt one
+            continue
+        kind = "None" if value is None else type(value).__name__
+        constant = (
+            "" if hasattr(contract, name) else f"; for a constant, {name}: ClassVar[{kind}] = {value!r}"
+        )
+        yield (
+            f"{name} = {value!r} has no annotation, so it is no setting. Write {name}: {kind} = {value!r} in a class "
+            f"with @dataclass(frozen=True){constant}"
+        )
+
+
+def _nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """The likest known name, whatever the order of words in it; None if none is as like as the cutoff."""
+    by_words = {_words(n): n for n in known}
+    near = difflib.get_close_matches(name, by_words.values(), 1, cutoff)
+    if not near:
+        near = [by_words[w] for w in difflib.get_close_matches(_words(name), by_words, 1, cutoff)]
+    return near[0] if near else None
+
+
+def _words(name: str) -> str:
+    """The words of a name in alphabetical order; ``localUpdate`` has two."""
+    return "_".join(sorted(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")))
+
+
+def _annotations(cls: type[Any]) -> Mapping[str, Any]:
+    """The annotations in the body of a class."""
+    return inspect.get_annotations(cls)
+
+
+def _is_class_variable(annotation: Any) -> bool:
+    """Whether an annotation, perhaps as text, is ClassVar."""
+    if isinstance(annotation, str):
+        return re.match(r"(\w+\.)?ClassVar\b", annotation) is not None
+    return annotation is ClassVar or typing.get_origin(annotation) is ClassVar
+
+
+def _place(function: Any) -> str:
+    """The line of a function, in parentheses; nothing where it is not known."""
+    function = getattr(function, "fget", getattr(function, "__func__", function))
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f" (line {code.co_firstlineno})"

@@ -1,0 +1,387 @@
+"""The contract of a federated method: pure functions of explicit state, and the views they work with."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+
+from torch import Tensor
+
+from ..arguments.bounds import check_bounds
+from ..arguments.field_checks import CheckedFields
+from ..key import Key
+from ..learning.optimizer import SGD, Optimizer, OptimizerState, refuse_keep
+from ..tree import Params
+from .client_model import ClientModel
+from .contribution import Mean
+from .forms import Lengths, OneOf
+from .hook_signatures import check_class
+from .model import Model
+from .returned import check_function, check_passes, check_start
+from .task import Batch, ClientInfo, Pass, Task
+from .update import Update
+
+__all__ = [
+    "Batch",
+    "ClientInfo",
+    "ClientView",
+    "Lengths",
+    "Method",
+    "OneOf",
+    "Pass",
+    "Request",
+    "ServerView",
+    "Task",
+    "Trainer",
+    "Update",
+]
+
+S = TypeVar("S")  # server state
+C = TypeVar("C")  # state that a client keeps
+D = TypeVar("D")  # download: what the server sends to one client
+U = TypeVar("U")  # upload: what one client sends back
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ProximalTerm:
+    """A quadratic added to a loss: strength/2 ‖p - center‖² - ⟨linear, p⟩.
+
+    Its gradient, strength (p - center) - linear, is added in closed form and not by automatic
+    differentiation.
+
+    Attributes:
+        strength: at least 0.
+        center: a tree like the one that is trained; None where the strength is 0.
+        linear: a tree like it, or None for none.
+    """
+
+    strength: float = 0.0
+    center: Any = None
+    linear: Any = None
+
+
+@dataclass(frozen=True)
+class PaddedDimensions:
+    """Dimensions in which clients differ and which zeros may pad without changing loss or gradients.
+
+    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and
+    Adam leave them 0.
+
+    Attributes:
+        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in
+            it have it.
+        constants: likewise of ``constants``, whose first part is ``/0``.
+    """
+
+    start: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class KeptState:
+    """The state of an optimizer that goes on from the round before.
+
+    Attributes:
+        state: of the round before, or None; once the pass is over, the next one.
+    """
+
+    state: OptimizerState | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of :meth:`ClientView.train`, whose arguments these are.
+
+    Attributes:
+        kept: where the optimizer's state comes from and goes to; None if it starts afresh and is not kept.
+    """
+
+    loss: Callable[..., Tensor]
+    start: Any
+    name: str
+    optimizer: Optimizer
+    constants: tuple[Any, ...]
+    precondition: Callable[..., Any] | None
+    prox: Callable[..., Any] | None
+    proximal_term: ProximalTerm | None = None
+    padded: PaddedDimensions = PaddedDimensions()
+    kept: KeptState | None = None
+
+
+class Trainer(Protocol):
+    """How an engine executes what a method asks of a client's data; see :class:`ClientView`."""
+
+    def train(self, request: Request) -> Any:
+        """Execute a training pass; returns a tree like its start."""
+        ...
+
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """Sum a statistic over the training data."""
+        ...
+
+    def steps(self, name: str) -> int:
+        """Number of steps in a pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What a client may use besides its state: its model's code, its data through verbs, and its randomness.
+
+    Attributes:
+        info: what the server knows of it, too.
+        task: what is to be learnt.
+        model: the code of its model.
+        round: counted from 0.
+        key: randomness of this client in this round.
+        trainer: the engine's way to execute training; use the verbs below.
+    """
+
+    info: ClientInfo
+    task: Task
+    model: Model
+    round: int
+    key: Key
+    trainer: Trainer
+
+    def train(
+        self,
+        loss: Callable[..., Tensor],
+        start: T,
+        name: str,
+        optimizer: Optimizer,
+        *,
+        constants: tuple[Any, ...] = (),
+        precondition: Callable[..., T] | None = None,
+        prox: Callable[..., T] | None = None,
+        proximal_term: ProximalTerm | None = None,
+        padded: PaddedDimensions = PaddedDimensions(),
+    ) -> T:
+        """Train a tree of parameters by one pass over the local training data.
+
+        An engine may execute this for many clients at once. It does so only where the functions are the same
+        code with the same captured values; what differs between clients belongs in ``constants``.
+
+        Args:
+            loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
+            start: where to begin, a tree of floating-point tensors; left untouched.
+            name: which of the method's :meth:`Method.passes`.
+            optimizer: what to do with the gradient; its schedule is applied by the engine.
+            constants: further trees for the functions; no gradient is taken for them.
+            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
+                clipping, weight decay and momentum.
+            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate. Of
+                half precision all of it is in float32, and a step with its prox is rounded once.
+            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
+                before the rest.
+            padded: dimensions in which clients differ, so that an engine can train them together all the
+                same.
+
+        Returns:
+            The trained tree, detached and contiguous.
+
+        Raises:
+            NonFiniteError: if a loss or a parameter becomes NaN or infinite.
+            TaskError: if one of the functions takes other arguments, or a number in ``start`` is no tensor.
+        """
+        check_start(start)
+        check_function("loss", loss, ("params", "batch"), constants)
+        if precondition is not None:
+            check_function("precondition", precondition, ("grads", "params"), constants)
+        if prox is not None:
+            check_function("prox", prox, ("params", "lr"), constants)
+        end: T = self.trainer.train(
+            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
+        )
+        return end
+
+    def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
+        """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
+
+        The statistic must itself sum over the batch by :meth:`Batch.total`. Sums of half precision come in
+        float32.
+        """
+        check_function("statistic", statistic, ("params", "batch"), constants)
+        return self.trainer.total(statistic, params, constants)
+
+    def steps(self, name: str) -> int:
+        """Number of optimizer steps that :meth:`train` takes in the pass of that name."""
+        return self.trainer.steps(name)
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a server may use besides its state.
+
+    Attributes:
+        task: what is to be learnt.
+        round: counted from 0.
+        key: randomness of the server in this round.
+        replied: clients whose replies contributed to the total, in the order of their identifiers.
+        planned: share of the clients in a round as it is planned, where the number of replies is private.
+    """
+
+    task: Task
+    round: int
+    key: Key
+    replied: Sequence[ClientInfo] = ()
+    planned: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of all clients whose replies contributed."""
+        return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
+
+
+@dataclass(frozen=True)
+class Method(CheckedFields, Generic[S, C, D, U]):
+    """A federated method. Its fields are hyper-parameters; its functions, the hooks, are pure.
+
+    A method is written for one client and the server; engines execute it for many clients. ``server_init``,
+    ``local_update`` and ``server_update`` have no default. A method is final: it calls shared verbs and inherits from
+    no other method.
+
+    Attributes:
+        epochs: E, passes of a client over its own data in a round.
+        batch_size: B, examples a local step.
+        optimizer: of local training.
+        drop_last: whether an epoch of local training leaves out an incomplete last batch, as PyTorch's
+            ``DataLoader`` does; other examples each time. A client with fewer examples than a batch trains on
+            them as one batch. The weight of a client stays its number of examples n_k.
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+    optimizer: Optimizer = SGD(lr=0.01)
+    drop_last: bool = False
+
+    title: ClassVar[str]
+    citation: ClassVar[str] = ""
+    bounds: ClassVar[Mapping[str, str]] = {}
+    """Of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.arguments.bounds.check_bounds`."""
+    heterogeneous: ClassVar[bool] = False
+    needs_classes: ClassVar[bool] = False
+    """Whether it works on class labels or scores, so that it cannot learn a regression."""
+    uses_rounds: ClassVar[bool] = False
+    """Whether rounds depend on their total number (``task.rounds``), so that a run cannot be extended."""
+    couples_examples: ClassVar[bool] = False
+    """Whether the loss of a batch is no mean over its examples, so that a batch cannot be taken in parts."""
+    one_model: ClassVar[bool] = False
+    """Whether all clients train and infer by one model, the server's, as they are sent it. A server can then average
+    the running statistics of its batch normalizations, and one model is evaluated for all clients."""
+    forgets: ClassVar[str] = ""
+    """Why the state of an optimizer means nothing in the next round, so that ``optimizer.keep`` is refused; empty where
+    it does."""
+    at_rest: ClassVar[Mapping[str, Any]] = {}
+    """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1"}, self.title)
+        check_bounds(self, self.bounds, self.title)
+        for one in fields(self) if self.forgets else ():
+            refuse_keep(one.name, getattr(self, one.name), self.title, self.forgets)
+
+    @classmethod
+    def check_class(cls) -> None:
+        """Refuse a class with misspelt hooks, hooks that take other arguments, or fields that are no settings."""
+        check_class(cls, Method)
+
+    def remarks(self, task: Task) -> list[str]:
+        """What a user should know of the settings on this task, such as a rank other than the one set."""
+        return []
+
+    def passes(self) -> dict[str, Pass]:
+        """Named passes over the local data in one round."""
+        return {"local": Pass(self.epochs, self.batch_size)}
+
+    def local_passes(self) -> dict[str, Pass]:
+        """:meth:`passes` with ``drop_last`` applied; what engines execute. Override :meth:`passes`."""
+        return {
+            n: replace(sweep, drop_last=sweep.drop_last or self.drop_last)
+            for n, sweep in check_passes(self, self.passes()).items()
+        }
+
+    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+        """Which clients train in a round, by default the clients that the protocol sampled."""
+        return sampled
+
+    @abstractmethod
+    def server_init(self, task: Task) -> S:
+        """State of the server before the first round; raises TaskError if the task does not suit."""
+
+    def client_init(self, task: Task, client: ClientInfo) -> C:
+        """State of a client before its first round; by default a client keeps nothing."""
+        return cast(C, None)
+
+    def download(self, server: S, client: ClientInfo) -> D:
+        """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
+        return cast(D, server)
+
+    @abstractmethod
+    def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
+        """The client's box: its next state, and what it sends back."""
+
+    def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
+        """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contract.contribution` leaves.
+
+        By default the upload in a mean weighted by the client's number of training examples n_k.
+
+        Args:
+            upload: of the client.
+            client: who sent it.
+            server: its state, as the client's download was made from it.
+        """
+        return Mean(upload, client.examples)
+
+    def update(self, down: D, client: ClientInfo, task: Task) -> Update:
+        """What in an upload of this client is its update; by default the upload minus the download.
+
+        Both sides call it, the server in rounds without replies, too: it depends on the client's architecture, rank
+        and cluster and on what the client was sent, and on no upload.
+
+        Args:
+            down: what the client was sent.
+            client: who it is.
+            task: what is to be learnt.
+        """
+        return Update(down)
+
+    @abstractmethod
+    def server_update(self, server: S, total: Any, view: ServerView) -> S:
+        """The server's box: its next state.
+
+        Args:
+            server: its state.
+            total: the contributions of the round reduced: a tree of the same structure, with the mean for
+                each Mean (None if all weights are zero), the sum for each Sum, and ``{client id: value}`` for
+                each Each. Without any reply this function is not called and the server keeps its state.
+            view: the task, and who replied.
+        """
+
+    def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
+        """The model that a client would use now; by default the download is its parameters.
+
+        Costly work is done here once and not in a predictor, which is called for every chunk of examples.
+
+        Args:
+            state: of the client.
+            down: what it was sent last.
+            view: of the client; its training data may be used, as for a step of adaptation.
+        """
+        params: Any = down
+        return ClientModel(params)
+
+    def server_model(self, server: S, state: C, view: ClientView) -> Params | None:
+        """Parameters of the server's own model, where it is not what clients are sent; None where it is.
+
+        Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has,
+        such as a personal head.
+        """
+        return None
+
+    def metrics(self, server: S) -> dict[str, dict[str, float]]:
+        """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
+        return {}

@@ -1,0 +1,110 @@
+"""What hooks and functions of a method return and take, checked where it is used, with messages for a person."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .. import tree
+from ..errors import TaskError
+from .client_model import ClientModel
+from .task import Pass
+
+_VARIADIC = inspect.CO_VARARGS
+
+
+def check_pair(method: Any, found: Any) -> tuple[Any, Any]:
+    """What ``local_update`` returned; a TaskError if it is no pair."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    what = f"a tuple of {len(found)}" if isinstance(found, tuple) else _kind(found)
+    raise TaskError(
+        f"{type(method).__name__}.local_update must return the pair (state, upload); it returned {what}. Write "
+        "return None, upload if a client keeps nothing"
+    )
+
+
+def check_client_model(method: Any, found: Any) -> ClientModel:
+    """What ``client_model`` returned; a TaskError if it is no ClientModel of parameters."""
+    name = f"{type(method).__name__}.client_model"
+    if not isinstance(found, ClientModel):
+        raise TaskError(
+            f"{name} must return a ClientModel; it returned {_kind(found)}. Write return ClientModel(params)"
+        )
+    for where, value in {"params": found.params, **found.series}.items():
+        if not isinstance(value, dict) and not callable(value):
+            raise TaskError(
+                f"{name}: {where} must be a dict of parameters by name or a function; it is {_kind(value)}. Without a "
+                "client_model of its own a client uses what download returns, by default the server's state: see what "
+                "server_init and server_update return"
+            )
+    return found
+
+
+def check_passes(method: Any, found: Any) -> dict[str, Pass]:
+    """What ``passes`` returned; a TaskError if it is no dict of passes."""
+    if isinstance(found, dict) and found and all(isinstance(one, Pass) for one in found.values()):
+        return found
+    raise TaskError(
+        f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(found)}. Write "
+        'return {"local": Pass(self.epochs, self.batch_size)}'
+    )
+
+
+def check_server_state(method: Any, before: Any, found: Any) -> Any:
+    """What ``server_update`` returned; a TaskError if the server's state is lost."""
+    if found is None and before is not None:
+        raise TaskError(
+            f"{type(method).__name__}.server_update returned None, which would be the server's next state. Return the "
+            "state, such as return total"
+        )
+    return found
+
+
+def check_start(start: Any, path: str = "") -> None:
+    """Refuse a number that training would leave as it is.
+
+    Raises:
+        TaskError: if the tree to train holds a float; the message names its place.
+    """
+    if type(start) is float:
+        raise TaskError(
+            f"view.train: at {path or 'the top'} of what is trained stands the number {start!r}, which would stay as it "
+            "is. Make it a tensor, as by torch.tensor(...), or leave it out of what is trained"
+        )
+    for key, child in () if isinstance(start, Tensor) else tree.children(start, path) or ():
+        check_start(child, tree.join_path(path, key))
+
+
+def check_function(what: str, function: Callable[..., Any], given: Sequence[str], constants: Any) -> None:
+    """Raise TaskError if a function that a method passes on cannot take what it is called with.
+
+    Args:
+        what: how the argument is called.
+        function: of the method; only plain functions are examined, and by their code, in a microsecond.
+        given: the names of its arguments before the constants.
+        constants: that follow; must be a tuple or a list.
+    """
+    if not isinstance(constants, (tuple, list)):
+        raise TaskError(f"constants must be a tuple of trees, such as (down,); it is {_kind(constants)}")
+    if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
+        return
+    code, count = function.__code__, len(given) + len(constants)
+    least = code.co_argcount - len(function.__defaults__ or ())
+    if least <= count and (count <= code.co_argcount or code.co_flags & _VARIADIC):
+        return
+    more = [*given, *(f"constants[{i}]" for i in range(len(constants)))]
+    raise TaskError(
+        f"{what} at line {code.co_firstlineno} takes {inspect.signature(function)} and is called with "
+        f"({', '.join(more)})"
+    )
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words."""
+    if isinstance(value, dict) and value:
+        return f"a dict of {_kind(next(iter(value.values())))}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,237 @@
+"""What both sides know of a federated task: examples of a step, passes over data, clients, models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments.bounds import check_minimum
+from ..errors import TaskError
+from ..key import Key
+from ..learning.losses import AUTO, Loss
+from ..tree import wide_type
+from .model import Model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one step.
+
+    Attributes:
+        x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
+        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; labels of tokens, int64 ``[b,
+            T]``, -100 where none counts; or labels or real values of pixels ``[b, H, W]``.
+        mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
+        step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
+        clients: K where the rows are those of K clients, as many of each, one client after another; then sums
+            and means are those of each client, ``[K, ...]``. None for the batch of one client.
+        loss: of the task, by which ``task_loss`` of :mod:`..learning.batch_losses` goes.
+        example_weight: the mean weight of an example in the whole batch, where this is a part of it whose loss
+            has weights; see :func:`..learning.batch_losses.mean_loss`.
+    """
+
+    x: Any
+    y: Tensor
+    mask: Tensor | None = None
+    step: int = 0
+    clients: int | None = None
+    loss: Loss = AUTO
+    example_weight: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weight of each example in a mean ``[b]``: its predicted tokens; None where all weigh 1."""
+        if not self.loss.predicts_tokens(self.y):
+            return None
+        return (self.y[:, 1:] >= 0).sum(1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this.
+
+        Where examples are sequences of tokens it is the mean over tokens, if each value is a mean over its
+        own. Values in half precision are added up in float32, and their mean is rounded once.
+        """
+        weights = self.weights
+        if weights is not None:
+            weights = weights.to(wide_type(values.dtype))
+            return (self.total(values * weights) / self.total(weights).clamp(min=1)).to(values.dtype)
+        if self.mask is None:
+            return values.mean() if self.clients is None else self._by_client(values).mean(1)
+        return (self.total(values) / self.total(self.mask.long()).clamp(min=1)).to(values.dtype)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over the examples, padding left out, of ``values [b, ...]``; in float32 of half precision."""
+        values = values.to(wide_type(values.dtype))
+        if self.mask is not None:
+            mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
+            # where, not a product: padding may hold infinities, and 0 * inf is NaN
+            values = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+        return values.sum(0) if self.clients is None else self._by_client(values).sum(1)
+
+    def _by_client(self, values: Tensor) -> Tensor:
+        """Values of all rows by client, ``[K, b, ...]``."""
+        clients = self.clients or 1
+        return values.reshape(clients, len(values) // clients, *values.shape[1:])
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sweep over the local data of a client.
+
+    Attributes:
+        epochs: times every example is seen.
+        batch_size: examples a step; the last step of an epoch takes the remaining ones.
+        steps: end after so many steps, or None.
+        share: of the examples, in (0, 1]. Below 1, each pass of a round sees its own random part of them.
+        drop_last: whether an epoch ends before an incomplete batch. Fewer examples than a batch are one batch
+            all the same, so that every client takes a step.
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+    steps: int | None = None
+    share: float = 1.0
+    drop_last: bool = False
+
+    def examples_of(self, total: int) -> int:
+        """Number of examples that the pass sees: its share of the total, rounded down, at least one."""
+        return max(min(1, total), int(self.share * total))
+
+    def steps_over(self, total: int) -> int:
+        """Optimizer steps of the pass at a client with so many examples."""
+        full, rest = self._batches(total)
+        steps = self.epochs * (full + (rest > 0))
+        return steps if self.steps is None else min(steps, self.steps)
+
+    def has_batch_of_one(self, total: int) -> bool:
+        """Whether a step at a client with so many examples sees a single one."""
+        full, rest = self._batches(total)
+        return (self.batch_size == 1 and full > 0) or (
+            rest == 1 and (self.steps is None or self.steps > full)
+        )
+
+    def _batches(self, total: int) -> tuple[int, int]:
+        """Full batches of an epoch, and the examples of an incomplete one after them, or 0."""
+        full, rest = divmod(self.examples_of(total), self.batch_size)
+        return full, 0 if self.drop_last and full else rest
+
+    def complete(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """The batches of an epoch that are taken; an incomplete one may be anywhere among them."""
+        if not self.drop_last or len(batches) == 1:
+            return list(batches)
+        return [batch for batch in batches if len(batch) == self.batch_size]
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What both sides know of a client.
+
+    Attributes:
+        id: identifier, its place in the federation.
+        examples: training examples, the usual weight of its reply.
+        architecture: name of its model.
+        rank: rank of its low-rank parts, or None where the method decides.
+        cluster: which of the ground-truth tasks its data come from, or None if unknown. Methods with optimal
+            routing use it, and reports compare learned routes with it.
+        name: as the user calls it, such as a hospital; empty where clients have only numbers.
+    """
+
+    id: int
+    examples: int
+    architecture: str
+    rank: int | None = None
+    cluster: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            object.__setattr__(self, "rank", check_minimum(f"{self.title}: its rank", self.rank, 1))
+
+    @property
+    def title(self) -> str:
+        """The client in a message, such as ``client 2 (north)``."""
+        return client_title(self.id, self.name)
+
+
+def client_title(client: int, name: str = "") -> str:
+    """A client in a message: its number, and its name if it has one."""
+    return f"client {client} ({name})" if name else f"client {client}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learnt: the models on offer, the clients, the number of classes and rounds.
+
+    Attributes:
+        architectures: by name, each with its initial parameters.
+        clients: all clients of the federation.
+        classes: number of classes; 0 for a regression.
+        rounds: rounds of the whole run, for methods whose settings depend on progress.
+        key: randomness of initial values, common to server and clients.
+        loss: what is minimized; batches carry it, too.
+        target: no targets ``[0, ...]``, for their form; None for labels ``[n]``, or as scores have it.
+    """
+
+    architectures: Mapping[str, Model]
+    clients: Sequence[ClientInfo]
+    classes: int
+    rounds: int
+    key: Key
+    loss: Loss = AUTO
+    target: Tensor | None = None
+
+    def model(self, client: ClientInfo) -> Model:
+        """The architecture of a client."""
+        return self.architectures[client.architecture]
+
+    def common_model(self, method: str) -> Model:
+        """The one architecture of all clients.
+
+        Raises:
+            TaskError: if the clients hold different ones.
+        """
+        if len(self.architectures) > 1:
+            owners = {c.architecture: c for c in reversed(self.clients)}
+            held = ", ".join(
+                f"{c.title} holds {a}" for a, c in sorted(owners.items(), key=lambda item: item[1].id)
+            )
+            raise TaskError(
+                f"{method} averages whole models, so all clients must hold the same architecture, but "
+                f"{held}. Give model.names one name, or choose a method for heterogeneous models "
+                "(`fedlowrank list` says which)."
+            )
+        return next(iter(self.architectures.values()))
+
+    def common_width(self, method: str) -> int:
+        """The width of the representation, equal in all architectures.
+
+        Raises:
+            TaskError: if it differs; the message names clients and widths.
+        """
+        first = self.clients[0]
+        for client in self.clients:
+            if self.model(client).width != self.model(first).width:
+                raise TaskError(
+                    f"{method} needs representations of one width, but {first.title} "
+                    f"({first.architecture}) has {self.model(first).width} and {client.title} "
+                    f"({client.architecture}) has {self.model(client).width}. Choose another split point "
+                    "(model.split) or other models."
+                )
+        return self.model(first).width
+
+    def smallest_model(self, name: str | None = None) -> Model:
+        """The architecture of that name, or the one with the fewest parameters."""
+        if name is None:
+            return min(self.architectures.values(), key=lambda a: a.parameters)
+        if name not in self.architectures:
+            raise TaskError(
+                f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}"
+            )
+        return self.architectures[name]

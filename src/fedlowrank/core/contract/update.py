@@ -1,0 +1,29 @@
+"""What in an upload is the client's update, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update in an upload: relative to what, at which scale, and in which forms.
+
+    The update is the upload minus its reference. That difference is clipped, compressed, compared by robust rules
+    and hidden by noise.
+
+    Attributes:
+        reference: what the upload is relative to, such as the download. It has the form of the upload; dicts may
+            stand for its classes. In the place of a part, None says that the part is no update, and 0.0 that it is
+            an update by itself; so is a part whose place has other parts.
+        scale: s of the products B A of factors in the upload; the effective update is s(B A - B₀ A₀).
+        form: types and shapes that an upload may have, with :class:`~fedlowrank.core.contract.forms.OneOf` and
+            :class:`~fedlowrank.core.contract.forms.Lengths` where clients differ; values mean nothing. None for the form that
+            ``local_update`` returns if training changes every parameter. A server over a network validates uploads
+            by it.
+    """
+
+    reference: Any
+    scale: float = 1.0
+    form: Any = None

@@ -1,0 +1,320 @@
+"""What a task minimizes: a loss by name with its options, or a function of the user's own.
+
+A loss gives one number for each example, and a weight for each where its mean is no plain mean over examples. On
+one batch the means equal those of ``torch.nn.functional`` with ``reduction="mean"``:
+
+- ``cross_entropy``: over all labels that count, weighted by the weights of their classes, as PyTorch divides by the
+  sum of these weights; labels of ``ignore_index`` do not count. Without such a label the mean is 0, not NaN.
+- ``focal``: of labels the same mean of -w_y (1 - p_y)^γ log p_y, so that γ = 0 is ``cross_entropy``; of real targets
+  the mean over all entries of the binary form, so that γ = 0 is ``bce`` (Lin et al. 2017, arXiv:1708.02002, eq. 5).
+- ``bce``, ``mse``, ``huber``: over all entries of the targets. ``mse`` is ‖s - y‖²/d for d targets an example, where
+  ``auto`` is ½ ‖s - y‖².
+- ``next_token``: over all tokens that are predicted.
+- a function of the user's own: over the examples.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..arguments.bounds import check_bounds
+from ..arguments.field_checks import CheckedFields
+from ..arguments.switch import Switch, check_switch
+from ..arguments.user_code import import_named
+from ..errors import ConfigError, LossError, did_you_mean
+
+IGNORE_INDEX = -100
+"""Label that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""``loss(scores, targets)``, one number for each example ``[b]``."""
+
+KINDS: Mapping[str, str] = {
+    "auto": "cross-entropy of labels, half the squared error of real targets, next token of texts",
+    "cross_entropy": "of one label for each example, pixel or token",
+    "next_token": "cross-entropy of each token given those before it, of language models",
+    "bce": "binary cross-entropy of real targets in [0, 1]: several labels an example, or a score for each pixel",
+    "mse": "mean squared error of real targets",
+    "huber": "squared error up to delta, absolute error beyond",
+    "focal": "cross-entropy, of real targets binary, with less weight on easy examples",
+}
+"""Losses by name."""
+
+OF_LABELS = "cross_entropy", "next_token", "focal"
+OF_REAL_TARGETS = "bce", "mse", "huber", "focal"
+OF_BINARY_TARGETS = "bce", "focal"
+
+
+@dataclass(frozen=True)
+class Loss(CheckedFields):
+    """The loss of a task; every method minimizes it, and every evaluation reports it.
+
+    Attributes:
+        kind: auto, cross_entropy, next_token, bce, mse, huber or focal (:data:`KINDS`); or ``module:function`` of
+            your own ``loss(scores, targets)``, which gives one number for each example ``[b]``.
+        class_weights: weight of each class; of ``cross_entropy`` and ``focal``.
+        label_smoothing: share of the target that is spread evenly over the classes, in [0, 1]; of
+            ``cross_entropy``.
+        pos_weight: weight of positive targets, one number or one for each class (dimension 1 of the targets); of
+            ``bce`` and ``focal``.
+        ignore_index: label that does not count; of ``cross_entropy`` and ``focal``.
+        gamma: γ ≥ 0 of ``focal``.
+        delta: δ > 0 of ``huber``.
+
+    Raises:
+        ConfigError: if there is no such kind, a number is out of range, or the kind does not read an option.
+    """
+
+    kind: str = "auto"
+    class_weights: tuple[float, ...] | None = None
+    label_smoothing: float = 0.0
+    pos_weight: float | tuple[float, ...] | None = None
+    ignore_index: int = IGNORE_INDEX
+    gamma: float = 2.0
+    delta: float = 1.0
+
+    switch: ClassVar[Switch] = Switch(
+        "kind",
+        {
+            "class_weights": ("cross_entropy", "focal"),
+            "label_smoothing": ("cross_entropy",),
+            "pos_weight": OF_BINARY_TARGETS,
+            "ignore_index": ("cross_entropy", "focal"),
+            "gamma": ("focal",),
+            "delta": ("huber",),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS and not self.is_own:
+            raise ConfigError(
+                f"loss.kind: there is no loss {self.kind!r}. {did_you_mean(self.kind, KINDS)} A function of your own is "
+                "named 'module:function'."
+            )
+        check_switch(self, self.switch, "loss")
+        check_bounds(self, {"label_smoothing": ">= 0 and <= 1", "gamma": ">= 0", "delta": "> 0"}, "loss")
+        weights = self.class_weights
+        if weights is not None and (not weights or min(weights) < 0 or not max(weights) > 0):
+            raise ConfigError(
+                f"loss.class_weights must be at least 0, one of them above; they are {[*weights]}"
+            )
+        positive = self.pos_weight if isinstance(self.pos_weight, tuple) else (self.pos_weight,)
+        if any(w is not None and not w > 0 for w in positive) or not positive:
+            raise ConfigError(f"loss.pos_weight must be above 0; it is {self.pos_weight!r}")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function of the user's own."""
+        return ":" in self.kind
+
+    @property
+    def function(self) -> LossFunction | None:
+        """The user's own function, once :func:`as_loss` or :meth:`with_function` has set it."""
+        found: LossFunction | None = vars(self).get("_function")
+        return found
+
+    def with_function(self) -> Loss:
+        """The loss with its function, if that is one of the user's own and only named yet; this runs its module.
+
+        Raises:
+            ConfigError: if it cannot be imported, or is no function.
+        """
+        if not self.is_own or self.function is not None:
+            return self
+        return _with_function(self, import_named(self.kind, "loss"))
+
+    def predicts_tokens(self, y: Tensor) -> bool:
+        """Whether scores predict the next token, so that they are shifted against the labels."""
+        return self.kind == "next_token" or (self.kind == "auto" and y.ndim == 2 and _is_labels(y))
+
+    def is_binary(self, y: Tensor) -> bool:
+        """Whether every entry of the targets is a class of its own, present or absent."""
+        return self.kind in OF_BINARY_TARGETS and not _is_labels(y)
+
+    def each(self, scores: Tensor, y: Tensor) -> Tensor:
+        """The loss of each example ``[b]``, the mean over its labels or targets that count.
+
+        Class weights are factors of it, as in PyTorch with ``reduction="none"``.
+
+        Args:
+            scores: of a model; see :func:`class_axis` for where the classes are.
+            y: targets, as in :class:`fedlowrank.core.contract.task.Batch`.
+
+        Raises:
+            LossError: if a function of the user's own gives anything else.
+        """
+        if self.is_own:
+            return self._own(scores, y)
+        if self.predicts_tokens(y):
+            return _next_token(scores, y)
+        if self.kind == "auto" and not _is_labels(y):
+            return (scores - y).square().flatten(1).sum(1) / 2
+        if self.kind == "auto" and y.ndim == 1:
+            return functional.cross_entropy(scores, y, reduction="none")
+        if not _is_labels(y):
+            return self._of_real_targets(scores, y).flatten(1).mean(1)
+        values = self._of_labels(scores, y)
+        if y.ndim == 1:
+            return values
+        return values.flatten(1).sum(1) / (y != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+
+    def weigh(self, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Count the labels of each example ``[b]`` that matter, and weigh them in the mean of a batch ``[b]``.
+
+        The weight is the sum of the class weights of these labels. None where all examples weigh 1. Texts whose next
+        tokens are predicted are weighed by :attr:`fedlowrank.core.contract.task.Batch.weights`.
+        """
+        if (
+            self.is_own
+            or not _is_labels(y)
+            or self.predicts_tokens(y)
+            or (y.ndim == 1 and self.kind == "auto")
+        ):
+            return None
+        matters = y != self.ignore_index
+        count = matters.reshape(len(y), -1).sum(1)
+        if self.class_weights is None:
+            return count, count
+        of_class = _constant(self.class_weights, torch.float32, y.device)
+        weight = torch.where(matters, of_class[y.where(matters, torch.zeros_like(y))], 0.0)
+        return count, weight.reshape(len(y), -1).sum(1)
+
+    def describe(self) -> dict[str, Any]:
+        """The kind and the options that are not at their defaults, as JSON."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.init}
+        return {
+            name: value for name, (value, default) in values.items() if name == "kind" or value != default
+        }
+
+    def _of_labels(self, scores: Tensor, y: Tensor) -> Tensor:
+        """The loss of each label, in the shape of the labels."""
+        by_class = scores.movedim(class_axis(scores), 1)
+        weight = (
+            None if self.class_weights is None else _constant(self.class_weights, scores.dtype, scores.device)
+        )
+        is_focal = self.kind == "focal"
+        values = functional.cross_entropy(
+            by_class,
+            y,
+            None if is_focal else weight,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction="none",
+        )
+        if not is_focal:
+            return values
+        # 1 - p of the label, never 0: a power below 1 has no derivative there
+        rest = (-torch.expm1(-values)).clamp(min=torch.finfo(values.dtype).tiny)
+        focal = rest.pow(self.gamma) * values
+        if weight is None:
+            return focal
+        return weight[y.where(y != self.ignore_index, torch.zeros_like(y))] * focal
+
+    def _of_real_targets(self, scores: Tensor, y: Tensor) -> Tensor:
+        """The loss of each entry of the targets."""
+        if self.kind == "mse":
+            return (scores - y).square()
+        if self.kind == "huber":
+            return functional.huber_loss(scores, y, reduction="none", delta=self.delta)
+        positive = None
+        if self.pos_weight is not None:
+            factors = self.pos_weight if isinstance(self.pos_weight, tuple) else (self.pos_weight,)
+            positive = _constant(factors, scores.dtype, scores.device).reshape(-1, *[1] * (y.ndim - 2))
+        y = y.to(scores.dtype)
+        if self.kind == "bce":
+            return functional.binary_cross_entropy_with_logits(
+                scores, y, pos_weight=positive, reduction="none"
+            )
+        values = functional.binary_cross_entropy_with_logits(scores, y, reduction="none")
+        rest = y * torch.sigmoid(-scores) + (1 - y) * torch.sigmoid(scores)
+        focal = rest.clamp(min=torch.finfo(rest.dtype).tiny).pow(self.gamma) * values
+        return focal if positive is None else focal * (1 + (positive - 1) * y)
+
+    def _own(self, scores: Tensor, y: Tensor) -> Tensor:
+        if self.function is None:
+            raise AssertionError(f"the function {self.kind} is not imported")
+        found: Any = self.function(scores, y)
+        if not isinstance(found, Tensor):
+            raise LossError(
+                f"the loss {self.kind} gave a {type(found).__name__}; it must give a tensor [examples]"
+            )
+        if found.shape != (len(y),):
+            cure = {0: " Leave out the mean over examples (reduction='none').", 1: ""}.get(
+                found.ndim,
+                " Take the mean over all but the first dimension, such as loss.flatten(1).mean(1).",
+            )
+            raise LossError(
+                f"the loss {self.kind} gave a tensor {[*found.shape]} for {len(y)} examples; it must give one number "
+                f"for each example, [{len(y)}].{cure}"
+            )
+        return found
+
+
+AUTO = Loss()
+"""The loss that follows from the targets alone."""
+
+
+def as_loss(value: Any) -> Loss:
+    """A loss from what a user gives: a loss, a name, a table of fields, or a function of one's own.
+
+    Raises:
+        ConfigError: if it is none of these.
+    """
+    if isinstance(value, Loss):
+        return value
+    if isinstance(value, str):
+        return Loss(value)
+    if isinstance(value, Mapping):
+        return Loss(**value)
+    if callable(value) and not isinstance(value, type):
+        inner = value.func if isinstance(value, functools.partial) else value
+        named = inner if hasattr(inner, "__qualname__") else type(inner)
+        return _with_function(Loss(f"{named.__module__}:{named.__qualname__}"), value)
+    raise ConfigError(
+        f"loss must be a name such as 'focal', Loss(...) or a function loss(scores, targets), not {value!r}"
+    )
+
+
+def class_axis(scores: Tensor) -> int:
+    """Where scores have their classes.
+
+    Of one label an example ``[b, C]`` and of one a token ``[b, T, C]`` it is the last dimension, of one a pixel
+    ``[b, C, H, W]`` the dimension 1, as in PyTorch.
+    """
+    return 1 if scores.ndim > 3 else scores.ndim - 1
+
+
+def _is_labels(y: Tensor) -> bool:
+    return not y.is_floating_point()
+
+
+def _next_token(scores: Tensor, y: Tensor) -> Tensor:
+    """The mean over the tokens of each text that count; the scores at position t - 1 predict the token at t."""
+    targets = y[:, 1:]
+    each = functional.cross_entropy(
+        scores[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return each.sum(1) / (targets >= 0).sum(1).clamp(min=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor, copied to a device once."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _with_function(loss: Loss, function: Any) -> Loss:
+    """A loss of the user's own with its function."""
+    if isinstance(function, type) or not callable(function):
+        raise ConfigError(f"loss: {loss.kind!r} is {function!r} and not a function loss(scores, targets)")
+    made = Loss(loss.kind)
+    object.__setattr__(made, "_function", function)
+    return made

@@ -1,0 +1,448 @@
+"""Optimizers as values: what to do with a gradient, with a learning rate that may change from round to round.
+
+The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of
+tensors, so that a pass over local data needs no optimizer object, and on tensors with a leading client axis,
+so that many clients can step at once. Engines hand in float32 copies of parameters in half precision and round
+them after the step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..arguments.field_checks import CheckedFields
+from ..arguments.switch import Switch, check_switch
+from ..errors import ConfigError
+from ..tree import tree
+
+
+@dataclass(frozen=True)
+class Schedule(CheckedFields):
+    """How the learning rate changes from round to round; within a round, :class:`LocalSchedule` changes it.
+
+    Attributes:
+        kind: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``; cosine: from 1
+            to ``floor`` in ``rounds`` rounds by half a cosine, then ``floor``.
+        factor: of exponential and step.
+        every: of step, in rounds.
+        rounds: of cosine.
+        floor: of cosine, as a share of the learning rate.
+        warmup: rounds of linear growth from ``1 / (warmup + 1)`` before the above begins.
+    """
+
+    kind: Literal["constant", "exponential", "step", "cosine"] = "constant"
+    factor: float = 1.0
+    every: int = 1
+    rounds: int = 1
+    floor: float = 0.0
+    warmup: int = 0
+
+    switch: ClassVar[Switch] = Switch(
+        "kind",
+        {"factor": ("exponential", "step"), "every": ("step",), "rounds": ("cosine",), "floor": ("cosine",)},
+    )
+
+    def __post_init__(self) -> None:
+        _check_schedule(self, "schedule", "rounds")
+
+    def scale(self, round: int) -> float:
+        """Factor on the learning rate in a round, counted from 0."""
+        return _scale(self, round, self.rounds)
+
+
+@dataclass(frozen=True)
+class LocalSchedule(CheckedFields):
+    """How the learning rate changes over the local steps of a pass; it begins again in every pass of every round.
+
+    It is a factor beside that of :class:`Schedule`, the same for all parameters.
+
+    Attributes:
+        kind: constant; exponential: ``factor ** step``; step: ``factor ** (step // every)``; cosine: from 1 to
+            ``floor`` by half a cosine, then ``floor``; linear: from 1 to ``floor`` by a line, then ``floor``. As
+            ``torch.optim.lr_scheduler`` has them, with a step of the schedule after each step of the optimizer.
+        factor: of exponential and step.
+        every: of step, in local steps.
+        steps: of cosine and linear, local steps until ``floor``; None for those of the client's pass that follow the
+            warm-up, so that clients with fewer examples fall faster.
+        floor: of cosine and linear, as a share of the learning rate.
+        warmup: local steps of linear growth from ``1 / (warmup + 1)`` before the above begins.
+    """
+
+    kind: Literal["constant", "exponential", "step", "cosine", "linear"] = "constant"
+    factor: float = 1.0
+    every: int = 1
+    steps: int | None = None
+    floor: float = 0.0
+    warmup: int = 0
+
+    switch: ClassVar[Switch] = Switch(
+        "kind",
+        {
+            "factor": ("exponential", "step"),
+            "every": ("step",),
+            "steps": ("cosine", "linear"),
+            "floor": ("cosine", "linear"),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        _check_schedule(self, "local_schedule", "steps")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it changes no learning rate."""
+        return self.kind == "constant" and not self.warmup
+
+    @property
+    def depends_on_total(self) -> bool:
+        """Whether clients with other numbers of steps have other learning rates."""
+        return self.kind in ("cosine", "linear") and self.steps is None
+
+    def scale(self, step: int, total: int) -> float:
+        """Factor on the learning rate at a step.
+
+        Args:
+            step: counted from 0.
+            total: steps of the pass.
+        """
+        return _scale(self, step, max(1, total - self.warmup) if self.steps is None else self.steps)
+
+
+def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str) -> None:
+    """Refuse numbers out of range, fields that the kind does not read, and a factor that changes nothing.
+
+    Args:
+        schedule: from its ``__post_init__``.
+        title: of the setting.
+        length: name of the field that says how long it takes until ``floor``.
+    """
+    s, until = schedule, getattr(schedule, length)
+    is_long = until is None or until >= 1
+    if not (0 < s.factor < math.inf and s.every >= 1 and is_long and 0 <= s.floor <= 1 and s.warmup >= 0):
+        raise ConfigError(
+            f"{title}: factor must be > 0, every and {length} >= 1, floor within [0, 1] and warmup >= 0; "
+            f"they are {s.factor}, {s.every}, {until}, {s.floor} and {s.warmup}"
+        )
+    check_switch(s, s.switch, title)
+    if s.kind in ("exponential", "step") and s.factor == 1:
+        raise ConfigError(
+            f"{title}.factor = {s.factor} with {title}.kind = {s.kind!r} changes no learning rate: set "
+            f"{title}.factor, such as 0.99, or leave the schedule out"
+        )
+
+
+def _scale(schedule: Schedule | LocalSchedule, place: int, length: int) -> float:
+    """Factor on the learning rate in a round or step, counted from 0; after the warm-up, length of them until floor."""
+    if place < schedule.warmup:
+        return (place + 1) / (schedule.warmup + 1)
+    t = place - schedule.warmup
+    if schedule.kind == "exponential":
+        return schedule.factor**t
+    if schedule.kind == "step":
+        return schedule.factor ** (t // schedule.every)
+    done = min(t / length, 1.0)
+    if schedule.kind == "cosine":
+        return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+    return 1 - (1 - schedule.floor) * done if schedule.kind == "linear" else 1.0
+
+
+@tree
+class OptimizerState:
+    """What an optimizer keeps of the parameters of a pass.
+
+    Attributes:
+        slots: trees like the parameters, in float32 for half precision: the momentum, or the running means of
+            gradients and of their squares. Without content for a parameter that has taken no step.
+        taken: steps of each parameter, as :meth:`_Optimizer.count_kept` counts them.
+    """
+
+    slots: list[Any]
+    taken: list[int]
+
+
+@dataclass(frozen=True)
+class Group(CheckedFields):
+    """Settings of some of the parameters that differ from the optimizer's.
+
+    Attributes:
+        lr: learning rate, or None for the optimizer's.
+        weight_decay: weight decay, or None for the optimizer's.
+    """
+
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rate and weight decay of each tensor of a list."""
+
+    lr: list[float]
+    weight_decay: list[float]
+
+
+class _Optimizer(CheckedFields):
+    """What SGD and AdamW share: learning rates."""
+
+    lr: float
+    weight_decay: float
+    clip: float | None
+    schedule: Schedule
+    groups: Mapping[str, Group]
+    keep: bool
+    local_schedule: LocalSchedule
+
+    def count_kept(self, taken: int) -> int:
+        """Number of steps that a kept state says were taken; what the next step depends on, and no more."""
+        return taken
+
+    def rates(self, paths: Sequence[str], round: int) -> Rates:
+        """Learning rate and weight decay of each parameter in a round.
+
+        Args:
+            paths: JSON pointer of each parameter in the tree that is trained (``/router/theta``).
+            round: counted from 0.
+
+        Raises:
+            ConfigError: if a group matches no parameter.
+        """
+        scale = self.schedule.scale(round)
+        chosen = [self._group(path) for path in paths]
+        unused = set(self.groups) - {name for name, _ in chosen}
+        if unused:
+            tops = sorted({p.split("/")[1] for p in paths if "/" in p})
+            raise ConfigError(
+                f"optimizer.groups: {sorted(unused)} match no parameter; the tree begins with {tops}"
+            )
+        return Rates(
+            [scale * (self.lr if g.lr is None else g.lr) for _, g in chosen],
+            [self.weight_decay if g.weight_decay is None else g.weight_decay for _, g in chosen],
+        )
+
+    def learning_rate(self, round: int) -> float:
+        """Learning rate of parameters outside every group, in a round counted from 0, before the local schedule."""
+        return self.lr * self.schedule.scale(round)
+
+    def total_rate(self, round: int, steps: int) -> float:
+        """Sum of the learning rates of all local steps of a pass, of parameters outside every group."""
+        if self.local_schedule.is_constant:
+            return steps * self.learning_rate(round)
+        return self.learning_rate(round) * sum(self.local_schedule.scale(t, steps) for t in range(steps))
+
+    def _group(self, path: str) -> tuple[str | None, Group]:
+        parts = path.split("/")[1:]
+        best: tuple[str | None, Group] = (None, Group())
+        depth = 0
+        for name, group in self.groups.items():
+            wanted = name.split("/")
+            # whole components only: the role of a parameter never comes from a substring of its name
+            if parts[: len(wanted)] == wanted and len(wanted) > depth:
+                best, depth = (name, group), len(wanted)
+        return best
+
+    def _check(self) -> None:
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+        for name, group in self.groups.items():
+            rates |= {
+                f"groups.{name}.lr": group.lr or 0.0,
+                f"groups.{name}.weight_decay": group.weight_decay or 0.0,
+            }
+        bad = [n for n, v in rates.items() if not 0 <= v < math.inf]
+        if self.clip is not None and not self.clip > 0:
+            bad.append("clip")
+        if bad:
+            raise ConfigError(
+                f"optimizer: {', '.join(bad)} out of range; rates must be finite and not negative, clip > 0; "
+                f"got {self}"
+            )
+
+    @abstractmethod
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
+        """Move ``params`` in place.
+
+        Args:
+            params: the parameters.
+            grads: their gradients, left as they are (autograd may hand out one tensor for two parameters).
+            memory: lists of tensors kept from step to step; empty at the first one.
+            rates: of each parameter.
+            count: steps taken before in this pass.
+        """
+
+
+@dataclass(frozen=True)
+class SGD(_Optimizer):
+    """Stochastic gradient descent with momentum, as ``torch.optim.SGD``.
+
+    Attributes:
+        lr: learning rate.
+        momentum: factor on the running sum of gradients; it starts afresh with every pass, unless it is kept.
+        weight_decay: multiple of the parameters added to their gradient.
+        nesterov: look ahead along the momentum.
+        clip: upper bound on the norm of the whole gradient, or None.
+        schedule: change of the learning rate from round to round.
+        groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
+        keep: whether each client keeps the momentum of every pass from round to round, as one
+            ``torch.optim.SGD`` for all rounds would; else it is 0 at the start of every pass. It is that of the
+            gradient with all that a method adds to it.
+        local_schedule: change of the learning rate over the local steps of a pass.
+        kind: always ``sgd``.
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    clip: float | None = None
+    schedule: Schedule = Schedule()
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    keep: bool = False
+    local_schedule: LocalSchedule = LocalSchedule()
+    kind: Literal["sgd"] = "sgd"
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum must lie in [0, 1); it is {self.momentum}")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optimizer.nesterov needs a momentum > 0")
+        if self.keep and self.momentum == 0:
+            raise ConfigError(
+                "optimizer.keep = true does nothing without a momentum, for plain SGD keeps nothing: set "
+                "optimizer.momentum, such as 0.9, or leave optimizer.keep out"
+            )
+
+    def count_kept(self, taken: int) -> int:
+        """Whether there was a step: the momentum does not depend on how many."""
+        return min(taken, 1)
+
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
+        """See the base class; ``memory`` holds the momentum."""
+        if any(rates.weight_decay):
+            grads = list(torch._foreach_add(grads, torch._foreach_mul(params, rates.weight_decay)))
+        if self.momentum:
+            if count == 0:
+                memory.append([g.clone() for g in grads])
+            else:
+                torch._foreach_mul_(memory[0], self.momentum)
+                torch._foreach_add_(memory[0], grads)
+            ahead = torch._foreach_add(grads, memory[0], alpha=self.momentum) if self.nesterov else memory[0]
+            grads = list(ahead)
+        _add_scaled(params, grads, [-lr for lr in rates.lr])
+
+
+@dataclass(frozen=True)
+class AdamW(_Optimizer):
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
+
+    Attributes:
+        lr: learning rate.
+        beta1: decay of the running mean of gradients.
+        beta2: decay of the running mean of squared gradients.
+        eps: added to the root of the latter.
+        weight_decay: share ``lr * weight_decay`` of each parameter taken away at every step.
+        clip: upper bound on the norm of the whole gradient, or None.
+        schedule: change of the learning rate from round to round.
+        groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
+        keep: whether each client keeps the running means and the number of steps of every pass from round to
+            round, as one ``torch.optim.AdamW`` for all rounds would; else they start afresh with every pass.
+            They are those of the gradient with all that a method adds to it.
+        local_schedule: change of the learning rate over the local steps of a pass.
+        kind: always ``adamw``.
+    """
+
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip: float | None = None
+    schedule: Schedule = Schedule()
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    keep: bool = False
+    local_schedule: LocalSchedule = LocalSchedule()
+    kind: Literal["adamw"] = "adamw"
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0):
+            raise ConfigError(f"optimizer: beta1 and beta2 must lie in [0, 1) and eps be > 0; got {self}")
+
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
+        """See the base class; ``memory`` holds the two running means."""
+        if count == 0:
+            memory.extend([[torch.zeros_like(p) for p in params] for _ in range(2)])
+        first, second = memory
+        torch._foreach_mul_(
+            params, [1 - lr * wd for lr, wd in zip(rates.lr, rates.weight_decay, strict=True)]
+        )
+        torch._foreach_lerp_(first, grads, 1 - self.beta1)
+        torch._foreach_mul_(second, self.beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - self.beta2)
+        root = torch._foreach_sqrt(second)
+        torch._foreach_div_(root, math.sqrt(1 - self.beta2 ** (count + 1)))
+        torch._foreach_add_(root, self.eps)
+        sizes = [-lr / (1 - self.beta1 ** (count + 1)) for lr in rates.lr]
+        torch._foreach_addcdiv_(params, first, root, sizes)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("kind", "sgd") if isinstance(value, Mapping) else getattr(value, "kind", "")
+    return str(kind)
+
+
+class _ByKind:
+    """How pydantic chooses between the optimizers; it imports pydantic only where a file is read."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic import Discriminator, Tag
+
+        tagged = Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")]
+        return handler.generate_schema(Annotated[tagged, Discriminator(_kind)])
+
+
+Optimizer = Annotated[SGD | AdamW, _ByKind()]
+"""One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
+
+
+def refuse_keep(path: str, optimizer: Any, title: str, reason: str) -> None:
+    """Refuse an optimizer that is to keep its state where a method cannot make use of it.
+
+    Args:
+        path: of the setting.
+        optimizer: its value; anything but an optimizer is accepted.
+        title: of the method.
+        reason: why it cannot.
+
+    Raises:
+        ConfigError: naming the setting and the reason.
+    """
+    if isinstance(optimizer, _Optimizer) and optimizer.keep:
+        raise ConfigError(f"{title}: {path}.keep = true is refused, because {reason}. Leave {path}.keep out")
+
+
+def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
+    """Gradients scaled so that the norm of all together is at most ``bound``."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
+
+
+def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:
+    """``to += scale * what``, in one call where all scales are equal."""
+    if all(s == scales[0] for s in scales):
+        if scales and scales[0] != 0:
+            torch._foreach_add_(to, what, alpha=scales[0])
+    else:
+        torch._foreach_add_(to, torch._foreach_mul(what, scales))

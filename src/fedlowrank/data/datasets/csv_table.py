@@ -1,0 +1,274 @@
+"""Tables in CSV or Parquet files: a column with the label, one with the client, the others are features."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import DataError, did_you_mean
+from ...core.io.text import explain_encoding
+from ..dataset import Dataset, Examples
+from ..download.data_files import check_file, expand_path
+from ..user_data.user_arrays import target_warning
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+_MAX_CATEGORIES = 100
+_MISSING = "missing"
+# Share of a text column's values, above which they are taken for numbers that pandas could not read.
+_MOST = 0.9
+_COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
+_MAX_NAMES = 12
+
+
+@dataclass(frozen=True)
+class Csv(CheckedFields):
+    """A table in a ``.csv``, ``.tsv`` or ``.parquet`` file, with a row for each example.
+
+    Numbers stay as they are (``data.normalize`` scales them); a column of text becomes a 0/1 feature for each
+    of its values.
+
+    Attributes:
+        path: the file, also with ``.gz``. Parquet needs ``pip install 'fedlowrank[huggingface]'``.
+        label: column of the targets. Text, truth values and whole numbers are classes, in sorted order; real
+            numbers are a regression.
+        client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None.
+        features: columns of the inputs; by default all but the label and the client.
+        test: a file with the test part, with the same columns, or None.
+        classes: names of the classes in the order of their numbers; by default the values of the label,
+            sorted. Set it where each client of a network reads a file of its own, which may lack a class.
+        task: ``auto`` decides by the type of the label, as above; ``classification`` and ``regression``
+            decide.
+        missing: what is done to empty cells of features: ``refuse`` them; ``drop`` their rows; ``mean`` puts
+            in the mean of the column over the training part of all clients, and makes "missing" a value of
+            its own in columns of text. The mean is information on all clients that a real federation would
+            have to compute together. Empty labels and clients are always refused.
+        decimal: the character between whole digits and decimals, a point, or a comma as in "1,5". Parquet
+            files hold numbers, so there it changes nothing.
+        separator: the character between cells, as ";" where decimals have a comma; by default a tab in
+            ``.tsv`` files and a comma in others.
+    """
+
+    path: str
+    label: str
+    client: str | None = None
+    features: tuple[str, ...] = ()
+    test: str | None = None
+    classes: tuple[str, ...] = ()
+    task: Literal["auto", "classification", "regression"] = "auto"
+    missing: Literal["refuse", "drop", "mean"] = "refuse"
+    decimal: Literal[".", ","] = "."
+    separator: Literal[",", ";", "\t", "|"] | None = None
+
+    def load(self) -> Dataset:
+        """The rows as inputs float32 [n, features].
+
+        Raises:
+            DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the
+                message names the column and the row.
+        """
+        tables = [
+            _read(path, self.decimal, self.separator) for path in (self.path, self.test) if path is not None
+        ]
+        features = self.features or tuple(
+            str(name) for name in tables[0].columns if name not in (self.label, self.client)
+        )
+        if not features or self.label in features or self.client in features:
+            raise DataError(
+                f"{self.path!r}: features must be columns besides label and client, not {features}."
+            )
+        for table in tables:
+            self._check_columns(table, features)
+        notes: tuple[str, ...] = ()
+        if self.missing == "drop":
+            sizes = [len(table) for table in tables]
+            tables = [table.dropna(subset=list(features)).reset_index(drop=True) for table in tables]
+            if dropped := sum(sizes) - sum(map(len, tables)):
+                notes = (f"{dropped} of {sum(sizes)} rows dropped, which have empty cells",)
+        notes += _list_columns(tables[0], features)
+        columns = [self._encode(name, [table[name] for table in tables]) for name in features]
+        inputs = [torch.cat([values[k] for values in columns], dim=1) for k in range(len(tables))]
+        targets, classes = self._targets([table[self.label] for table in tables])
+        natural: list[Tensor | None] = [None, None]
+        if self.client is not None:
+            natural = [*_number([table[self.client] for table in tables])[0], None]
+        train, *test = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
+        if said := target_warning([train.y]):
+            notes += (said,)
+        name = Path(self.path).name.split(".")[0]
+        return Dataset(name, train, test[0] if test else None, classes, natural[0], natural[1], notes=notes)
+
+    def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
+        where = f"{table.attrs['path']!r}"
+        for name in (self.label, self.client, *features):
+            if name is not None and name not in table.columns:
+                hint = did_you_mean(name, map(str, table.columns))
+                raise DataError(f"{where} has no column {name!r}. {hint}")
+        required = [name for name in (self.label, self.client) if name is not None]
+        for name in [*required, *(features if self.missing == "refuse" else ())]:
+            if (empty := table[name].isna()).any():
+                row = int(np.flatnonzero(empty)[0]) + 1
+                cure = (
+                    "Fill it in."
+                    if name in required
+                    else "Fill it in, or set data.missing to 'drop' or 'mean'."
+                )
+                count = int(empty.sum())
+                cells = "1 empty cell," if count == 1 else f"{count} empty cells, the first"
+                raise DataError(f"{where}: the column {name!r} has {cells} in row {row} of the data. {cure}")
+
+    def _encode(self, name: str, parts: list[Series]) -> list[Tensor]:
+        """The inputs of one column: [n, 1] of numbers, [n, values] of text."""
+        if all(_is_number(part) for part in parts):
+            mean = parts[0].astype("float64").mean() if self.missing == "mean" else None
+            if mean is not None and np.isnan(mean):
+                raise DataError(
+                    f"{self.path!r}: the column {name!r} is empty. Leave it out of data.features."
+                )
+            numbers = [part.astype("float64") for part in parts]
+            filled = numbers if mean is None else [part.fillna(mean) for part in numbers]
+            return [torch.from_numpy(part.to_numpy(dtype=np.float32, copy=True)[:, None]) for part in filled]
+        for part in parts:
+            self._refuse_decimal_commas(part)
+        texts = [part.astype("object").where(part.notna(), _MISSING).astype(str).to_numpy() for part in parts]
+        values = np.unique(texts[0])
+        if len(values) > _MAX_CATEGORIES:
+            raise DataError(
+                f"{self.path!r}: the column {name!r} is text with {len(values)} different values, at most "
+                f"{_MAX_CATEGORIES} become features. Name the columns to use in data.features."
+            )
+        for text in texts[1:]:
+            if unknown := sorted(set(text) - set(values)):
+                raise DataError(
+                    f"{self.test!r}: the column {name!r} has the value {unknown[0]!r}, which the training "
+                    "part lacks."
+                )
+        return [torch.from_numpy((text[:, None] == values).astype(np.float32)) for text in texts]
+
+    def _targets(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+        """Targets [n, 1] of a regression, or the numbers of classes [n] and their names."""
+        is_real = any(part.dtype.kind == "f" for part in parts)
+        if self.task == "classification" or (self.task == "auto" and not is_real):
+            if self.task == "auto":
+                for part in parts:
+                    self._refuse_decimal_commas(part)
+            return self._classes(parts)
+        if self.classes:
+            raise DataError(
+                f"{self.path!r}: data.classes names classes, but {self.label!r} holds real numbers, a "
+                "regression. Leave out data.classes, or set data.task to 'classification'."
+            )
+        if not all(_is_number(part) for part in parts):
+            for part in parts:
+                self._refuse_decimal_commas(part)
+            raise DataError(f"{self.path!r}: a regression needs numbers in the column {self.label!r}.")
+        return [torch.from_numpy(part.to_numpy(dtype=np.float32)[:, None].copy()) for part in parts], ()
+
+    def _refuse_decimal_commas(self, column: Series) -> None:
+        """Refuse a text column of which nearly all values are numbers with a decimal comma."""
+        if _is_number(column):
+            return
+        values = [(row, str(value)) for row, value in enumerate(column, 1) if not _is_missing(value)]
+        others = [(row, value) for row, value in values if not _COMMA_NUMBER.fullmatch(value)]
+        numbers = [value for _, value in values if _COMMA_NUMBER.fullmatch(value)]
+        example = next((value for value in numbers if "," in value), None)
+        if example is None or len(numbers) < _MOST * len(values):
+            return
+        is_parquet = self.path.endswith(".parquet")
+        cure = "Write them as numbers." if is_parquet else 'Set data.decimal = "," to read them as numbers.'
+        if others:
+            row, value = others[0]
+            cure = ("" if self.decimal == "," else f"{cure} ") + (
+                f"The value {value!r} in row {row} of the data is no number: correct it or leave it empty."
+            )
+        raise DataError(
+            f"{self.path!r}: the column {column.name!r} holds numbers with a decimal comma, such as "
+            f"{example!r}, which would become categories. {cure}"
+        )
+
+    def _classes(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+        labels, names = _number(parts)
+        if not self.classes:
+            return labels, names
+        if unknown := sorted(set(names) - set(self.classes)):
+            raise DataError(
+                f"{self.path!r}: the label {self.label!r} has the value {unknown[0]!r}. "
+                + did_you_mean(unknown[0], self.classes)
+            )
+        order = torch.tensor([self.classes.index(name) for name in names])
+        return [order[y] for y in labels], self.classes
+
+
+def _number(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+    """The number of each value among the sorted ones of all parts, int64 [n], and these values as text."""
+    arrays = [part.to_numpy() if _is_number(part) else part.astype(str).to_numpy(dtype=str) for part in parts]
+    if len({array.dtype.kind == "U" for array in arrays}) > 1:
+        arrays = [array.astype(str) for array in arrays]
+    values = np.unique(np.concatenate(arrays))
+    return [torch.from_numpy(np.searchsorted(values, array)) for array in arrays], tuple(map(str, values))
+
+
+def _list_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
+    """Notes that name the numeric features and the one-hot features with their numbers of categories."""
+    numeric = [name for name in features if _is_number(table[name])]
+    texts = [name for name in features if name not in numeric]
+    one_hot = [f"{name} ({table[name].nunique(dropna=False)})" for name in texts]
+    notes = []
+    if numeric:
+        notes.append(f"numeric columns: {_join_names(numeric)}")
+    if one_hot:
+        notes.append(f"one-hot columns, with their numbers of categories: {_join_names(one_hot)}")
+    return tuple(notes)
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or value != value
+
+
+def _is_number(column: Series) -> bool:
+    return column.dtype.kind in "biuf"
+
+
+def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
+    # Imported here, because that takes as long as many other imports of the package.
+    import pandas
+
+    file = Path(expand_path(path))
+    kind = file.name.removesuffix(".gz").rsplit(".", 1)[-1]
+    if kind not in ("csv", "tsv", "parquet"):
+        raise DataError(f"{str(file)!r} ends in none of .csv, .tsv, .parquet, .csv.gz, .tsv.gz.")
+    check_file(file)
+    try:
+        if kind == "parquet":
+            table = pandas.read_parquet(file)
+        else:
+            sep = separator or ("\t" if kind == "tsv" else ",")
+            table = pandas.read_csv(file, sep=sep, decimal=decimal, skipinitialspace=True)
+    except ImportError as error:
+        raise DataError("reading Parquet needs pyarrow: pip install 'fedlowrank[huggingface]'") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {str(file)!r}: {explain_encoding(file) or error}") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"cannot read {str(file)!r}: {error}") from error
+    if not len(table):
+        raise DataError(f"{str(file)!r} holds no rows.")
+    if len(table.columns) == 1 and (other := next((c for c in ";|\t," if c in str(table.columns[0])), None)):
+        raise DataError(
+            f"{str(file)!r} has a single column, {str(table.columns[0])!r}. Set data.separator to {other!r}."
+        )
+    table.attrs["path"] = str(file)
+    return table

@@ -1,0 +1,54 @@
+"""Opening data sets with the library ``datasets``: from the hub, saved to disk, or files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import DataError
+from ..download.data_files import expand_path
+
+_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
+
+# The library passes on the errors of a dozen readers; those of the network are all kinds of OSError.
+_READ_ERRORS = (OSError, ValueError, TypeError, KeyError, RuntimeError)
+
+
+def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> tuple[Any, Any]:
+    """Open a data set.
+
+    Args:
+        path: a folder written by ``save_to_disk``; a folder of files, sorted into splits as by
+            ``datasets.load_dataset``; one file; or, if no such path exists, a name on the hub. ``~`` and
+            environment variables are replaced.
+        name: configuration of the data set, or None.
+        cache: folder of the library's cache, or None for its usual one.
+        extra: optional dependency of this package that installs the library, for the message.
+
+    Returns:
+        The module ``datasets``, and a ``DatasetDict``; of one file, or of a data set saved without splits, a
+        ``Dataset``.
+    """
+    try:
+        import datasets as library
+    except ImportError as error:
+        raise DataError(f"{path!r} needs the library datasets: pip install 'fedlowrank[{extra}]'") from error
+    text = expand_path(path)
+    where = Path(text)
+    # A misspelt path must not be looked up on the hub.
+    if not where.exists() and (where.is_absolute() or path.startswith((".", "~", "$"))):
+        raise DataError(f"{text!r} does not exist.")
+    try:
+        if where.is_file():
+            if where.suffix not in _BUILDERS:
+                raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}.")
+            more = {"delimiter": "\t"} if where.suffix == ".tsv" else {}
+            kind, files = _BUILDERS[where.suffix], {"train": text}
+            return library, library.load_dataset(
+                kind, data_files=files, split="train", cache_dir=cache, **more
+            )
+        if (where / "dataset_dict.json").is_file() or (where / "state.json").is_file():
+            return library, library.load_from_disk(text)
+        return library, library.load_dataset(text, name, cache_dir=cache)
+    except (*_READ_ERRORS, library.exceptions.DatasetsError) as error:
+        raise DataError(f"datasets cannot read {text!r}: {type(error).__name__}: {error}") from error

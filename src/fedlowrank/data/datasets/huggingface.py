@@ -1,0 +1,172 @@
+"""Images and tables from data sets of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import DataError, did_you_mean
+from ..arrays import convert_array, encode_clients, encode_labels, to_float32
+from ..dataset import Dataset, Examples
+from ..input_types import InputTypes
+from .hub import open_dataset
+from .images import check_image_settings, stack_images
+
+
+@dataclass(frozen=True)
+class HuggingFace(CheckedFields):
+    """Any data set that the library ``datasets`` reads, with an image column or numeric columns.
+
+    Needs ``pip install 'fedlowrank[huggingface]'``.
+
+    Attributes:
+        path: a folder written by ``save_to_disk``; a folder of parquet, csv, json or image files, sorted into
+            splits as by ``datasets.load_dataset``; one such file; or, if no such path exists, a name on the
+            hub.
+        name: configuration of the data set, for those that have several.
+        train_split: split for training.
+        test_split: split for the test part, or None for no test part. A data set saved without splits, or a
+            single file, is the training part and has no test part, whatever the setting.
+        features: columns of the inputs. By default the one image column, or else all numeric columns but the
+            label and the client. One column of lists or arrays gives [n, ...], several columns of numbers [n,
+            columns].
+        label: column of the labels: classes, whole numbers from 0 on, truth values, or text.
+        client: column of natural clients, whole numbers or text, or None.
+        size: for images: height and width to which every image is resized, or None to keep the common size.
+        channels: for images: 3 for color, 1 for gray levels.
+        cache: folder of the library's cache, or None for its usual one.
+    """
+
+    path: str
+    name: str | None = None
+    train_split: str = "train"
+    test_split: str | None = "test"
+    features: tuple[str, ...] = ()
+    label: str = "label"
+    client: str | None = None
+    size: int | None = None
+    channels: int = 3
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        check_image_settings(self.size, self.channels)
+
+    def load(self) -> Dataset:
+        """The examples: images as [n, channels, height, width] in [0, 1], numbers unchanged.
+
+        A column of lists of unsigned bytes holds pixels, too, and is divided by 255.
+
+        Raises:
+            DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do
+                not fit.
+        """
+        library, found = open_dataset(self.path, self.name, self.cache, "huggingface")
+        parts = [found] if isinstance(found, library.Dataset) else self._splits(found)
+        (train, *test), classes, notes = self.read_parts(library, parts)
+        ids = [None if self.client is None else _values(part, self.client) for part in parts]
+        natural = [*encode_clients(ids, f"the column {self.client!r}"), None]
+        name = Path(self.path).name or self.path
+        test_part = test[0] if test else None
+        return Dataset(name, train, test_part, classes, natural[0], natural[1], notes=notes)
+
+    def read_parts(
+        self, library: Any, parts: Sequence[Any]
+    ) -> tuple[list[Examples], tuple[str, ...], tuple[str, ...]]:
+        """The examples of several ``datasets.Dataset`` with the same columns, names of the classes, and notes.
+
+        Args:
+            library: the module ``datasets``.
+            parts: what to read; classes are numbered over all of them.
+
+        Raises:
+            DataError: if a column is missing or cannot be used.
+        """
+        for part in parts:
+            for column in (self.label, self.client, *self.features):
+                if column is not None and column not in part.features:
+                    hint = did_you_mean(column, part.features)
+                    raise DataError(f"{self.path!r} has no column {column!r}. {hint}")
+        columns = self._columns(library, parts[0])
+        types = InputTypes()
+        inputs = [self._inputs(library, part, columns, types) for part in parts]
+        notes = (said,) if (said := types.warning()) else ()
+        labels, classes = self._labels(library, parts)
+        return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
+
+    def _splits(self, found: Any) -> list[Any]:
+        """The training part, and the test part if there is one."""
+        names = [name for name in (self.train_split, self.test_split) if name is not None]
+        for name in names:
+            if name not in found:
+                hint = " Set test_split to None if there is no test part." if name == self.test_split else ""
+                raise DataError(f"{self.path!r} has no split {name!r}. {did_you_mean(name, found)}{hint}")
+        return [found[name] for name in names]
+
+    def _columns(self, library: Any, part: Any) -> list[str]:
+        """Columns of the inputs."""
+        if self.features:
+            return list(self.features)
+        free = {name: kind for name, kind in part.features.items() if name not in (self.label, self.client)}
+        images = [name for name, kind in free.items() if isinstance(kind, library.Image)]
+        if len(images) > 1:
+            raise DataError(f"{self.path!r} has several image columns, {images}. Set data.features.")
+        numbers = [name for name, kind in free.items() if _is_number(library, kind)]
+        if not images and not numbers:
+            kinds = ", ".join(f"{name}: {kind}" for name, kind in free.items())
+            raise DataError(f"{self.path!r} has no column of images or numbers ({kinds}). Set data.features.")
+        return images or numbers
+
+    def _inputs(self, library: Any, part: Any, columns: list[str], types: InputTypes) -> Tensor:
+        where = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
+        if len(columns) == 1 and isinstance(part.features[columns[0]], library.Image):
+            images = (row[columns[0]] for row in part.select_columns(columns))
+            names = [f"image {i} (counted from 0)" for i in range(len(part))]
+            return stack_images(images, names, self.size, self.channels)
+        values = [_values(part, column) for column in columns]
+        if len(values) > 1 and any(v.ndim != 1 for v in values):
+            raise DataError(f"{where}: several columns must hold single numbers. Name one of lists alone.")
+        if values[0].ndim == 1:
+            # a table may store a feature in a byte
+            return to_float32(np.stack(values, axis=1), where)
+        # The library returns all whole numbers as int64, so the type on disk decides.
+        x, stored = values[0], _stored_type(part.features[columns[0]])
+        return convert_array(x.astype(np.uint8) if stored == "uint8" else x, where, types)
+
+    def _labels(self, library: Any, parts: Sequence[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
+        where = f"the column {self.label!r}"
+        labels, classes = encode_labels([_values(part, self.label) for part in parts], where)
+        kind = parts[0].features[self.label]
+        if isinstance(kind, library.ClassLabel):
+            if any(part.features[self.label] != kind for part in parts):
+                raise DataError(f"{where} has other classes in the test part or in another partition.")
+            classes = tuple(kind.names)
+        return labels, classes
+
+
+def _values(part: Any, column: str) -> np.ndarray:
+    """A column as an array."""
+    array = np.asarray(part.select_columns([column]).with_format("numpy")[:][column])
+    if array.dtype.kind == "O":
+        texts = array.tolist()
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"the column {column!r} has missing values or lists of different lengths.")
+        array = np.array(texts)
+    return array
+
+
+def _stored_type(kind: Any) -> str:
+    """Type of the numbers in nested lists or arrays."""
+    while hasattr(kind, "feature"):
+        kind = kind.feature
+    return str(getattr(kind, "dtype", ""))
+
+
+def _is_number(library: Any, kind: Any) -> bool:
+    types = ("int", "uint", "float", "double", "bool")
+    return isinstance(kind, library.Value) and kind.dtype.startswith(types)

@@ -1,0 +1,170 @@
+"""Image files in a folder per class, and the conversion of images to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import ConfigError, DataError
+from ..dataset import Dataset, Examples
+from ..download.data_files import check_folder
+from ..input_types import scale_bytes
+from .image_folders import FolderLayout, FoundImages, ImageFile, find_images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class Folder(CheckedFields):
+    """Image files in a folder for each class, or for each client and class.
+
+    Either ``CLASS/file``, as in ImageNet, or ``CLIENT/CLASS/file``, whose clients partition ``natural`` takes;
+    clients may lack classes. Both may lie in ``train/...`` with ``test/...`` (or ``testing``, ``val``,
+    ``valid``, ``validation``, in this order) as the test part, and clients may have parts of their own,
+    ``CLIENT/train/CLASS/file``. Classes are in alphabetical order. Hidden files and folders, and files without
+    the ending of an image, are ignored. Needs ``pip install 'fedlowrank[images]'``.
+
+    Attributes:
+        path: the folder.
+        size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or
+            None if all images have the same size already.
+        channels: 3 for color, 1 for gray levels.
+        layout: ``class`` for CLASS/file; ``client_class`` for CLIENT/CLASS/file; ``auto`` decides by where the
+            images lie. It takes the folders of the first level for classes if they hold images directly, or
+            all hold one and the same subfolder; and for clients if several hold a subfolder of the same name.
+            Anything else is an error.
+    """
+
+    path: str
+    size: int | None = 32
+    channels: int = 3
+    layout: FolderLayout = "auto"
+
+    def __post_init__(self) -> None:
+        check_image_settings(self.size, self.channels)
+
+    def load(self) -> Dataset:
+        """The images as [n, channels, height, width] in [0, 1].
+
+        Raises:
+            DataError: if pillow is missing, the layout does not follow from the folders, a class has no
+                images, an image is broken, sizes differ, or the test part has a class that the training part
+                lacks.
+        """
+        root = check_folder(self.path)
+        found = find_images(root, self.layout)
+        train, natural = self._read_part(found, found.train)
+        test, natural_test = (None, None) if found.test is None else self._read_part(found, found.test)
+        return Dataset(
+            root.resolve().name, train, test, found.classes, natural, natural_test, notes=found.notes
+        )
+
+    def _read_part(
+        self, found: FoundImages, files: Sequence[ImageFile]
+    ) -> tuple[Examples, torch.Tensor | None]:
+        """The images of a part, and the number of each one's client."""
+        pillow = import_pillow()
+        names = [f"image {str(file.path)!r}" for file in files]
+        x = stack_images((pillow.open(file.path) for file in files), names, self.size, self.channels)
+        labels = {name: i for i, name in enumerate(found.classes)}
+        clients = {name: i for i, name in enumerate(found.clients)}
+        y = torch.tensor([labels[file.label] for file in files], dtype=torch.int64)
+        owners = [clients[file.client] for file in files if file.client is not None]
+        return Examples(x, y), torch.tensor(owners, dtype=torch.int64) if owners else None
+
+
+def check_image_settings(size: int | None, channels: int) -> None:
+    """Reject a size below 1, and channels that are neither 1 nor 3."""
+    if size is not None:
+        check_minimum("size", size, 1)
+    if channels not in (1, 3):
+        raise ConfigError(f"channels must be 3 (color) or 1 (gray levels), not {channels!r}.")
+
+
+def import_pillow() -> Any:
+    """Import the module ``PIL.Image``."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("reading images needs pillow: pip install 'fedlowrank[images]'") from error
+    return Image
+
+
+def stack_images(
+    images: Iterator[Image], names: Sequence[str], size: int | None, channels: int
+) -> torch.Tensor:
+    """Convert images of pillow, opened one at a time, to float32 [n, channels, height, width] in [0, 1].
+
+    Args:
+        images: n images.
+        names: their names for messages.
+        size: height and width of the result, or None to keep the common size.
+        channels: 3 for color, 1 for gray levels.
+
+    Raises:
+        DataError: if an image cannot be decoded, or if sizes differ and ``size`` is None.
+    """
+    pillow = import_pillow()
+    out: np.ndarray | None = None
+    for i, name in enumerate(names):
+        try:
+            with next(images) as image:
+                converted = _to_bytes(image, name).convert("L" if channels == 1 else "RGB")
+            if size is not None and converted.size != (size, size):
+                converted = converted.resize((size, size), pillow.Resampling.BILINEAR)
+        # Pillow's decoders report broken files by any of these.
+        except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+            raise DataError(f"{name} cannot be decoded: {error}") from error
+        values = np.asarray(converted, dtype=np.uint8)
+        values = values[None] if channels == 1 else values.transpose(2, 0, 1)
+        if out is None:
+            out = np.empty((len(names), *values.shape), dtype=np.uint8)
+        if values.shape != out.shape[1:]:
+            (h, w), (first_h, first_w) = values.shape[1:], out.shape[2:]
+            raise DataError(f"{name} is {h}x{w}, but the first one is {first_h}x{first_w}. Set data.size.")
+        out[i] = values
+    if out is None:
+        raise DataError("there are no images.")
+    return scale_bytes(out)
+
+
+def image_to_array(image: Image, name: str) -> np.ndarray:
+    """Bytes [channels, height, width] of an image of pillow; palettes as colors, one bit a pixel as 0 and 255.
+
+    Args:
+        image: of any mode with 8 bits a channel, or 16 bits of gray.
+        name: of the image, for messages.
+
+    Raises:
+        DataError: if it has 32 bits a pixel, or cannot be decoded.
+    """
+    try:
+        converted = _to_bytes(image, name)
+        # other modes have bytes of their own
+        if other := {"P": "RGB", "PA": "RGBA", "1": "L"}.get(converted.mode):
+            converted = converted.convert(other)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{name} cannot be decoded: {error}") from error
+    values = np.array(converted, dtype=np.uint8)
+    return values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+
+
+def _to_bytes(image: Image, name: str) -> Image:
+    """An image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        made: Image = import_pillow().fromarray((values // 256).astype(np.uint8))
+        return made
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{name} has pixels of 32 bits (mode {image.mode!r}), whose range is not known. Save it with 8 or 16 bits, "
+            "or save the values as an .npz file for source = 'arrays'."
+        )
+    return image

@@ -1,0 +1,190 @@
+"""Next-character prediction on Shakespeare's plays; every speaking role is a natural client."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import DataError
+from ..dataset import Dataset, Examples
+from ..download.data_files import expand_path
+from ..text.table import read_file
+from .leaf import read_leaf
+
+ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+"""LEAF's 80 characters, in its order."""
+
+CLASSES = (*map(repr, ALPHABET), "other")
+"""One class for each character, and a last one for all others."""
+
+Roles = dict[str, list[str]]
+"""The speeches of each role, in order."""
+
+
+@dataclass(frozen=True)
+class Shakespeare(CheckedFields):
+    """Next-character prediction: ``length`` characters of a speaking role, and the next as the class.
+
+    Use it with ``data.normalize = "none"``, model ``char_lstm`` and partition ``natural``. Source: Caldas et
+    al., "LEAF: A Benchmark for Federated Settings" (2018).
+
+    Attributes:
+        path: ``shakespeare.sqlite`` as ``fedlowrank data get shakespeare`` leaves it; the JSON files of LEAF
+            (a file, a folder of them, or one with ``train`` and ``test``); or a ``.jsonl``, ``.json`` or
+            Parquet file, also with ``.gz``, with a row for each speech or role.
+        length: characters of an input, at least 1; of LEAF's files 80, whatever the setting.
+        step: a new example begins so many characters after the one before. LEAF uses 1, which makes as many
+            examples as there are characters.
+        roles: read only so many roles, the first ones with enough text, or None for all.
+        speaker: of files with rows: columns that together name a role.
+        text: of files with rows: column of the text.
+    """
+
+    path: str
+    length: int = 80
+    step: int = 1
+    roles: int | None = None
+    speaker: tuple[str, ...] = ("play", "speaker")
+    text: str = "text"
+
+    def __post_init__(self) -> None:
+        check_minimum("length", self.length, 1)
+        check_minimum("step", self.step, 1)
+        if self.roles is not None:
+            check_minimum("roles", self.roles, 1)
+
+    def load(self) -> Dataset:
+        """The examples: numbers of characters, float32 [n, length], and that of the next one, int64 [n].
+
+        Raises:
+            DataError: if the file cannot be read, or no role has more than ``length`` characters.
+        """
+        file = Path(expand_path(self.path))
+        if file.suffix in (".sqlite", ".db"):
+            parts = [self._cut(_read_sqlite(file, split)) for split in ("train", "test")]
+        elif file.is_dir() or file.suffix == ".json":
+            parts = [_leaf_pairs(users, self.path) for users in read_leaf(self.path)]
+        else:
+            parts = [self._cut(self._read_rows())]
+        names = list(parts[0])[: self.roles]
+        if not names:
+            raise DataError(
+                f"{self.path!r}: no role has more than {self.length} characters. Lower data.length."
+            )
+        made = [_join(part, names, self.path) for part in parts]
+        test, natural_test = made[1] if len(made) > 1 else (None, None)
+        return Dataset("shakespeare", made[0][0], test, CLASSES, made[0][1], natural_test)
+
+    def _cut(self, roles: Roles) -> dict[str, np.ndarray]:
+        """Windows [n, length + 1] of the text of each role that has enough."""
+        out = {}
+        for name, speeches in roles.items():
+            codes = encode_characters("\n".join(speeches))
+            if len(codes) > self.length:
+                out[name] = np.lib.stride_tricks.sliding_window_view(codes, self.length + 1)[:: self.step]
+        return out
+
+    def _read_rows(self) -> Roles:
+        table = read_file(self.path)
+        table.require(*self.speaker, self.text)
+        roles: Roles = {}
+        for i in range(len(table.rows)):
+            name = ", ".join(table.name(i, column) or "" for column in self.speaker)
+            roles.setdefault(name, []).append(table.text(i, self.text))
+        return roles
+
+
+def encode_characters(text: str) -> np.ndarray:
+    """The numbers of the characters of a text, uint8 [n]."""
+    numbers = {character: k for k, character in enumerate(ALPHABET)}
+    return np.fromiter((numbers.get(c, len(ALPHABET)) for c in text), dtype=np.uint8, count=len(text))
+
+
+def _join(part: dict[str, np.ndarray], names: list[str], path: str) -> tuple[Examples, torch.Tensor]:
+    """The examples of the named roles, and the number of the role of each."""
+    own = [(k, part[name]) for k, name in enumerate(names) if name in part]
+    if not own:
+        raise DataError(f"{path!r}: none of the {len(names)} roles has enough text for test examples.")
+    windows = np.concatenate([rows for _, rows in own])
+    natural = np.repeat([k for k, _ in own], [len(rows) for _, rows in own])
+    x = torch.from_numpy(windows[:, :-1].astype(np.float32))
+    return Examples(x, torch.from_numpy(windows[:, -1].astype(np.int64))), torch.from_numpy(natural)
+
+
+def _leaf_pairs(users: dict[str, dict[str, list[str]]], path: str) -> dict[str, np.ndarray]:
+    """Windows [n, 81] of LEAF's pairs: a text and the next character."""
+    out = {}
+    for name, user in users.items():
+        pairs = list(zip(user["x"], user["y"], strict=True))
+        if not all(
+            isinstance(x, str) and isinstance(y, str) and len(x) == 80 and len(y) == 1 for x, y in pairs
+        ):
+            raise DataError(
+                f"{path!r}: the user {name!r} needs texts of 80 characters, each with the next one."
+            )
+        if pairs:
+            out[name] = encode_characters("".join(x + y for x, y in pairs)).reshape(len(pairs), 81)
+    return out
+
+
+def _read_sqlite(file: Path, split: str) -> Roles:
+    """The speeches of a part in TensorFlow Federated's database, a ``tf.train.Example`` in each row."""
+    columns = "client_id, serialized_example_proto"
+    query = f"SELECT {columns} FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
+    roles: Roles = {}
+    if not file.is_file():
+        raise DataError(f"{str(file)!r} does not exist. `fedlowrank data get shakespeare` makes it.")
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            for client, message in database.execute(query, (split,)):
+                name = client.decode() if isinstance(client, bytes) else str(client)
+                speeches = [text.decode("utf-8", "replace") for text in _bytes_lists(message)]
+                roles.setdefault(name, []).extend(speeches)
+    except (sqlite3.Error, IndexError, ValueError) as error:
+        raise DataError(f"{str(file)!r} is no database of TensorFlow Federated: {error}") from error
+    if not roles:
+        raise DataError(f"{str(file)!r} holds no examples of the part {split!r}.")
+    return roles
+
+
+def _bytes_lists(message: bytes) -> Iterator[bytes]:
+    """The byte strings of a ``tf.train.Example``: features > entry > feature > list of bytes > value."""
+    for features in _fields(message, 1):
+        for entry in _fields(features, 1):
+            for feature in _fields(entry, 2):
+                for values in _fields(feature, 1):
+                    yield from _fields(values, 1)
+
+
+def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
+    """The contents of the length-delimited fields of a number in a message of Protocol Buffers."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        if tag & 7 != 2:
+            raise ValueError(f"a field of wire type {tag & 7} where only texts are expected")
+        size, at = _varint(message, at)
+        if at + size > len(message):
+            raise ValueError("a message is cut short")
+        if tag >> 3 == wanted:
+            yield message[at : at + size]
+        at += size
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """An integer of 7 bits a byte, the lowest first, and the position after it."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,1 @@
+"""Downloads and files of data sets."""

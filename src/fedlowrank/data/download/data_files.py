@@ -1,0 +1,59 @@
+"""Finding and reading the files of a data set, with errors that say what was expected and what was found."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ...core.errors import DataError
+
+
+def expand_path(path: str) -> str:
+    """Replace ``~`` and environment variables in a path; a variable that is not set is a DataError."""
+    text = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a name on the hub is no path
+    if (unset := re.search(r"\$(\w+|\{\w+\})", text)) and not Path(text).exists():
+        raise DataError(f"the path {path!r} needs the environment variable {unset[0]}, which is not set.")
+    return text
+
+
+def check_file(file: Path) -> None:
+    """Refuse a path that is no file, with the absolute path that was looked for."""
+    if not file.exists():
+        raise DataError(f"there is no file {str(file.absolute())!r}.")
+    if file.is_dir():
+        raise DataError(f"{str(file.absolute())!r} is a folder, not a file.")
+
+
+def check_folder(path: str) -> Path:
+    """The folder at a path, which must exist."""
+    folder = Path(expand_path(path))
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"the folder {str(folder)!r} {what}.")
+    return folder
+
+
+def find_folder(path: str, contains: Callable[[Path], bool], what: str) -> Path:
+    """The folder of a data set: the one at the path, or the only one at most two levels below it.
+
+    Args:
+        path: folder that the user names.
+        contains: whether a folder contains the data set.
+        what: what to look for, for messages.
+
+    Raises:
+        DataError: if no folder or several contain it.
+    """
+    root = check_folder(path)
+    if contains(root):
+        return root
+    for pattern in ("*", "*/*"):
+        found = sorted(folder for folder in root.glob(pattern) if folder.is_dir() and contains(folder))
+        if len(found) > 1:
+            names = ", ".join(repr(str(folder.relative_to(root))) for folder in found)
+            raise DataError(f"several folders below {str(root)!r} hold {what}: {names}. Name one of them.")
+        if found:
+            return found[0]
+    raise DataError(f"found no {what} in {str(root)!r} or up to two folders below it.")

@@ -1,0 +1,150 @@
+"""Downloading one file: resumable, checked, and complete under its name or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from ...core.errors import DataError
+
+_CHUNK = 1 << 20
+_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file to download.
+
+    Attributes:
+        url: its address.
+        checksum: ``md5:...`` or ``sha256:...`` as published by a trustworthy source; empty if none is known.
+        size: in bytes, or None if it is not published.
+    """
+
+    url: str
+    checksum: str = ""
+    size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the file: the last part of the address."""
+        return unquote(urlsplit(self.url).path.rsplit("/", 1)[-1])
+
+
+class Report(Protocol):
+    """Shows the progress of downloads."""
+
+    def progress(self, name: str, done: int, total: int | None) -> None:
+        """Show how many bytes of a file are there; the total is None where the server states none."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Show a line."""
+        ...
+
+
+def fetch(file: RemoteFile, folder: Path, report: Report) -> Path:
+    """Download a file to a folder, going on with what an interrupted download left.
+
+    The bytes go to ``NAME.part``, which is renamed to ``NAME`` once its size and checksum are right.
+
+    Args:
+        file: what to download.
+        folder: where it goes; made if it does not exist.
+        report: told of the progress.
+
+    Returns:
+        The path of the complete file.
+
+    Raises:
+        DataError: if the host cannot be reached, the connection ends early, or the content is not as
+            published.
+    """
+    target = folder / file.name
+    part = folder / (file.name + ".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            _verify(file, target, target.stat().st_size)
+            report.message(f"{file.name}: already there")
+            return target
+        done = part.stat().st_size if part.exists() else 0
+        total = (
+            file.size if file.size is not None and done == file.size else _receive(file, part, target, report)
+        )
+        _verify(file, part, total)
+        if not file.checksum:
+            found = _digest(part, "sha256")
+            report.message(f"{file.name}: no checksum is published for this file; its SHA-256 is {found}")
+        part.replace(target)
+    except OSError as error:
+        raise DataError(f"cannot write {str(target)!r}: {error}") from error
+    return target
+
+
+def _receive(file: RemoteFile, part: Path, target: Path, report: Report) -> int | None:
+    """Append what is missing to the part; returns the size of the whole file if the server states it."""
+    done = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(file.url, headers={"User-Agent": "fedlowrank"})
+    if done:
+        request.add_header("Range", f"bytes={done}-")
+    host = urlsplit(file.url).netloc
+    elsewhere = f"Download {file.url} elsewhere and put it at {str(target)!r}."
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+            # a server that ignores the range sends the whole file with status 200
+            if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                done = 0
+            length = response.headers.get("Content-Length")
+            total = file.size if length is None else done + int(length)
+            with part.open("ab" if done else "wb") as sink:
+                while chunk := response.read(_CHUNK):
+                    sink.write(chunk)
+                    done += len(chunk)
+                    report.progress(file.name, done, total)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            raise DataError(
+                f"{str(part)!r} does not belong to the file at {host}, which is not longer than it. Delete "
+                "it and run the same command again."
+            ) from error
+        raise DataError(f"{host} answers {error.code} {error.reason} for {file.url}. {elsewhere}") from error
+    except urllib.error.URLError as error:
+        raise DataError(f"cannot reach {host} ({error.reason}). {elsewhere}") from error
+    except (ConnectionError, TimeoutError, http.client.HTTPException) as error:
+        raise DataError(_ended_early(host, part, str(error) or type(error).__name__)) from error
+    if total is not None and done < total:
+        raise DataError(_ended_early(host, part, f"{done:,} of {total:,} bytes arrived"))
+    return total
+
+
+def _ended_early(host: str, part: Path, why: str) -> str:
+    again = f"Run the same command again: it goes on with {str(part)!r}."
+    return f"the connection to {host} ended early ({why}). {again}"
+
+
+def _verify(file: RemoteFile, path: Path, total: int | None) -> None:
+    """Reject content whose size or checksum differs from what is published; nothing is deleted."""
+    again = f"Delete {str(path)!r} and run the command again."
+    advice = f"The file is damaged, or another one is at {file.url} now. {again}"
+    found, expected = path.stat().st_size, file.size if file.size is not None else total
+    if expected is not None and found != expected:
+        raise DataError(f"{str(path)!r} has {found:,} bytes instead of {expected:,}. {advice}")
+    kind, _, published = file.checksum.partition(":")
+    if published and (digest := _digest(path, kind)) != published:
+        raise DataError(f"{str(path)!r} has the {kind.upper()} {digest} instead of {published}. {advice}")
+
+
+def _digest(path: Path, kind: str) -> str:
+    state = hashlib.new(kind, usedforsecurity=False)
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()

@@ -1,0 +1,107 @@
+"""Integer arithmetic of partitions and splits: rounding shares, and dealing out examples by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.errors import DataError
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+Parts: TypeAlias = list[IntArray]
+"""The sorted positions of each client's examples."""
+
+
+def largest_remainder(weights: npt.ArrayLike, total: int) -> IntArray:
+    """Round shares of a total to integers by the largest remainder method (Hamilton's method).
+
+    Args:
+        weights: non-negative numbers [k], not all 0.
+        total: sum of the result, at least 0.
+
+    Returns:
+        Integers [k] in proportion to the weights; each differs from its exact share by less than 1. Among
+        equal remainders the first is rounded up.
+    """
+    w = np.asarray(weights, dtype=np.float64)
+    exact = w / w.sum() * total
+    counts: IntArray = np.floor(exact).astype(np.int64)
+    largest = np.argsort(-(exact - counts), kind="stable")[: total - int(counts.sum())]
+    counts[largest] += 1
+    return counts
+
+
+def shuffle_classes(labels: np.ndarray, classes: int, generator: np.random.Generator) -> list[IntArray]:
+    """Positions of the examples of each class, in random order."""
+    return [generator.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
+
+
+def spread_classes(shares: FloatArray, totals: IntArray) -> IntArray:
+    """Examples of each class that each client gets, by shares of the classes.
+
+    Args:
+        shares: [classes, clients]; each row adds up to 1, or is 0 where the class has no examples.
+        totals: examples of each class, [classes].
+
+    Returns:
+        Integers [clients, classes] that add up to the totals; rounding gives each example to exactly one client.
+    """
+    of_class = totals[:, None]
+    ends = np.rint(np.cumsum(shares, axis=1)[:, :-1] * of_class).astype(np.int64)
+    counts: IntArray = np.diff(ends, axis=1, prepend=0, append=of_class).T
+    return counts
+
+
+def redraw_until_large(
+    draw: Callable[[], IntArray], n: int, clients: int, min_size: int, max_redraws: int, alpha: float
+) -> IntArray:
+    """Draw counts until every client is large enough.
+
+    Args:
+        draw: gives examples per client and class, [clients, classes].
+        n: number of all examples.
+        clients: number of clients.
+        min_size: smallest number of examples of a client.
+        max_redraws: number of draws before giving up.
+        alpha: concentration by which the counts are drawn, for messages.
+
+    Raises:
+        DataError: if no draw is large enough.
+    """
+    if clients * min_size > n:
+        raise DataError(
+            f"{n} examples cannot give {clients} clients {min_size} each. "
+            "Lower partition.clients or partition.min_size."
+        )
+    best = -1
+    for _ in range(max_redraws):
+        counts = draw()
+        smallest = int(counts.sum(axis=1).min())
+        best = max(best, smallest)
+        if smallest >= min_size:
+            return counts
+    raise DataError(
+        f"none of {max_redraws} draws of the partition gave each of {clients} clients at least "
+        f"{min_size} examples; in the best one the smallest client had {best}. Raise "
+        f"partition.alpha (now {alpha:g}) or partition.max_redraws, or lower partition.clients or "
+        "partition.min_size."
+    )
+
+
+def deal_classes(positions: Sequence[IntArray], counts: IntArray) -> Parts:
+    """Give each client its number of examples of each class.
+
+    Args:
+        positions: positions of each class in the order in which clients take them, one array per class.
+        counts: examples per client and class, [clients, classes]; what they leave stays unused.
+
+    Returns:
+        The sorted positions of each client.
+    """
+    pieces = [np.split(own, np.cumsum(counts[:, c]))[:-1] for c, own in enumerate(positions)]
+    return [np.sort(np.concatenate(client)) for client in zip(*pieces, strict=True)]

@@ -1,0 +1,75 @@
+"""Checks that several partitions, splits and sources share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError, DataError
+
+
+def check_positive(name: str, value: float, *, zero: bool = False) -> None:
+    """Reject a setting that is not a finite number above 0, or of at least 0 with ``zero``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{name} must be a number {'of at least' if zero else 'above'} 0, not {value!r}.")
+
+
+def check_labels(labels: np.ndarray, classes: int, clients: int, *, regression: bool = False) -> int:
+    """Reject examples without the class labels that a partition needs, and more clients than examples.
+
+    Args:
+        labels: one row per example.
+        classes: number of classes; 0 for a regression.
+        clients: number of clients.
+        regression: whether the partition ignores labels.
+
+    Returns:
+        The number of examples.
+    """
+    if classes == 0 and not regression:
+        raise DataError(
+            "this partition needs class labels or categories, but these data (a regression, labels of pixels or "
+            "tokens, or texts without categories) have none. Use partition 'iid' or 'natural'."
+        )
+    if clients > len(labels):
+        raise DataError(f"{clients} clients cannot share {len(labels)} examples. Lower partition.clients.")
+    return len(labels)
+
+
+def describe_array(x: Any) -> str:
+    """Type and shape of a tensor or an array, e.g. ``float32 [3, 2]``, for messages."""
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def check_finite_values(name: str, x: Tensor) -> None:
+    """Reject values [n, ...] with a NaN or an infinity, by a DataError with their number and the first."""
+    # a sum is finite only if all its terms are; where it overflows, the terms decide
+    if not x.is_floating_point() or math.isfinite(x.sum().item()):
+        return
+    wrong = [
+        start + i
+        for start, rows in chunks(x)
+        if not bool((finite := torch.isfinite(rows)).all())
+        for i in (~finite).reshape(len(rows), -1).any(1).nonzero()[:, 0].tolist()
+    ]
+    if wrong:
+        raise DataError(
+            f"there is a NaN or an infinity in {name}, in {len(wrong)} of {len(x)} examples, first in "
+            f"example {wrong[0]} (counted from 0); leave such examples out, or fill the gap."
+        )
+
+
+def chunks(x: Tensor, values: int = 2**20) -> Iterator[tuple[int, Tensor]]:
+    """Consecutive rows of x with at most that many values, each with the position of its first row.
+
+    Temporary results of a chunk stay small beside a data set of many hundred megabytes.
+    """
+    rows = max(1, values // max(1, x[:1].numel()))
+    for start in range(0, len(x), rows):
+        yield start, x[start : start + rows]

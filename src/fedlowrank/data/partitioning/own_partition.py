@@ -1,0 +1,191 @@
+"""A partition by a function of the user's own, and the check of what it returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.user_code import import_named
+from ...core.errors import ConfigError, DataError
+from ...core.key import Key
+from .apportion import IntArray, Parts
+from .checks import check_labels
+
+PartitionFunction = Callable[..., Any]
+"""``function(labels, natural, generator, **options)``, which gives the positions of each client's examples."""
+
+_SIGNATURE = "function(labels, natural, generator, **options)"
+
+
+@dataclass(frozen=True)
+class OwnPartition(CheckedFields):
+    """A function of your own assigns the examples: ``function(labels, natural, generator, **options)``.
+
+    It gets the labels of all examples, integers ``[n]`` (of a regression the targets ``[n, d]``); their natural
+    clients, integers ``[n]`` with a negative number for none, or None where the data name none; and a NumPy generator
+    seeded by the run, the only source of randomness that makes a run repeatable. It returns a list with the positions
+    of each client's examples, from 0 to n - 1. No position may occur twice; those that do not occur stay unused.
+
+    Attributes:
+        kind: ``module:function``.
+        options: further entries of the table, which the function gets as keyword arguments. With ``clients`` it must
+            return as many clients.
+    """
+
+    repeatable: ClassVar[bool] = False
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def function(self) -> PartitionFunction | None:
+        """The function, once :func:`as_partition` or :meth:`with_function` has set it."""
+        found: PartitionFunction | None = vars(self).get("_function")
+        return found
+
+    @property
+    def clients(self) -> int | None:
+        """Number of clients, where the options say it."""
+        count = self.options.get("clients")
+        return count if isinstance(count, int) else None
+
+    def with_function(self) -> OwnPartition:
+        """The partition with its function; this runs the module of one that is only named.
+
+        Raises:
+            ConfigError: if it cannot be imported, is no function, or takes other arguments.
+        """
+        found = self.function or import_named(self.kind, "partition.kind")
+        return _with_function(self, found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table that it is read from."""
+        return {"kind": self.kind, **self.options}
+
+    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+        """See :meth:`fedlowrank.data.partitioning.partition.Partition.assign`.
+
+        Raises:
+            DataError: if the function returns something else than the positions of each client.
+        """
+        n = check_labels(labels, classes, 1, regression=True)
+        function = self.with_function().function
+        if function is None:
+            raise AssertionError("an imported partition has a function")
+        # copies: what the function does to them is its own affair
+        given = labels.copy(), None if natural is None else natural.copy(), (key / "own").numpy()
+        return self._checked(function(*given, **self.options), n)
+
+    def _checked(self, found: Any, n: int) -> Parts:
+        """The sorted positions of each client."""
+        name = f"partition {self.kind!r}"
+        if isinstance(found, (str, Mapping)) or not hasattr(found, "__iter__"):
+            raise DataError(
+                f"{name} must return a list with the positions of each client's examples, not a {type(found).__name__}."
+            )
+        parts = [self._positions(name, client, part, n) for client, part in enumerate(found)]
+        if not parts:
+            raise DataError(
+                f"{name} returned no client. Return a list with the positions of each client's examples."
+            )
+        if self.clients is not None and len(parts) != self.clients:
+            raise DataError(
+                f"{name} returned {len(parts)} clients, but partition.clients is {self.clients}. Return as many, or "
+                "leave partition.clients out."
+            )
+        owner = np.full(n, -1)
+        for client, part in enumerate(parts):
+            if (taken := owner[part] >= 0).any():
+                position = part[taken][0]
+                raise DataError(
+                    f"{name} gave example {position} to client {owner[position]} and to client {client}. Give each "
+                    "example to one client at most."
+                )
+            owner[part] = client
+        return parts
+
+    @staticmethod
+    def _positions(name: str, client: int, part: Any, n: int) -> IntArray:
+        whose = f"{name}: the positions of client {client}"
+        try:
+            found = np.asarray(part)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise DataError(f"{whose} are no list of integers: {error}") from error
+        if found.size == 0:
+            raise DataError(f"{name} gave client {client} no examples. Leave such clients out of the list.")
+        if found.dtype == bool:
+            raise DataError(f"{whose} are truth values. Return np.flatnonzero(mask) in the place of a mask.")
+        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+            raise DataError(f"{whose} must be integers [n_k], not {found.dtype} {list(found.shape)}.")
+        if found.min() < 0 or found.max() >= n:
+            wrong = found[(found < 0) | (found >= n)][0]
+            raise DataError(
+                f"{whose} must lie between 0 and {n - 1}, for there are {n} examples; one is {wrong}."
+            )
+        found = np.sort(found.astype(np.int64))
+        if (repeated := found[1:] == found[:-1]).any():
+            raise DataError(f"{whose} hold example {found[1:][repeated][0]} more than once.")
+        return found
+
+
+def as_partition(value: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """A partition from what a user gives: a partition, or a function that assigns the examples.
+
+    Args:
+        value: a partition is returned as it is.
+        options: keyword arguments of the function.
+
+    Raises:
+        ConfigError: if the function takes other arguments.
+    """
+    if not callable(value) or isinstance(value, type) or hasattr(value, "assign"):
+        return value
+    inner = value.func if isinstance(value, functools.partial) else value
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return _with_function(OwnPartition(f"{named.__module__}:{named.__qualname__}", options or {}), value)
+
+
+def is_own(kind: Any) -> bool:
+    """Whether the kind of a partition is a function of the user's own."""
+    return callable(kind) or ":" in str(kind)
+
+
+def read_own_partition(table: Mapping[str, Any]) -> Any:
+    """The partition of a table whose ``kind`` is ``module:function``, or a function.
+
+    Raises:
+        ConfigError: if the name has not two parts.
+    """
+    kind, options = table["kind"], {name: value for name, value in table.items() if name != "kind"}
+    if callable(kind):
+        return as_partition(kind, options)
+    if not all(str(kind).partition(":")):
+        raise ConfigError(f"partition.kind: a function of your own is named module:function; it is {kind!r}")
+    return OwnPartition(str(kind), options)
+
+
+def _with_function(partition: OwnPartition, function: Any) -> OwnPartition:
+    if isinstance(function, type) or not callable(function):
+        raise ConfigError(
+            f"partition.kind: {partition.kind!r} is {function!r} and not a function {_SIGNATURE}"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None, **partition.options)
+    except ValueError:
+        # a function without a signature that can be read is called as it is
+        pass
+    except TypeError as error:
+        given = "".join(f", {name}={value!r}" for name, value in partition.options.items())
+        raise ConfigError(
+            f"partition.kind: {partition.kind!r} is called as function(labels, natural, generator{given}), but {error}. "
+            "Further entries of [partition] are its keyword arguments."
+        ) from error
+    made = OwnPartition(partition.kind, partition.options)
+    object.__setattr__(made, "_function", function)
+    return made

@@ -1,0 +1,90 @@
+"""Partitions of a data set as flwr-datasets and the library ``datasets`` make them, one for each client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.errors import DataError, did_you_mean, warn_user
+from ..datasets.huggingface import HuggingFace
+from ..user_data.user_arrays import ArrayPair
+
+_SPLITS = ("train", "val", "test")
+
+
+def read_partitions(
+    partitions: Any, label: str, features: Sequence[str], split: str, size: int | None, channels: int
+) -> tuple[list[ArrayPair | Mapping[str, ArrayPair]], tuple[str, ...]]:
+    """The arrays of each partition, and the names of the classes; see ``Federation.from_partitions``.
+
+    Returns:
+        For each client a pair of inputs and labels, or a dict of such pairs by split.
+
+    Raises:
+        DataError: if ``datasets`` is missing or a partition does not fit.
+    """
+    try:
+        import datasets as library
+    except ImportError as error:
+        raise DataError(
+            "partitions need the library datasets: pip install 'fedlowrank[huggingface]'"
+        ) from error
+    found = _load(partitions, split)
+    # classes are numbered over all parts of all clients together
+    keys: list[tuple[int, str]] = []
+    parts: list[Any] = []
+    for client, partition in enumerate(found):
+        named = _named_splits(library, partition, client)
+        keys += [(client, name) for name in named]
+        parts += named.values()
+    reader = HuggingFace(
+        "the partitions", features=tuple(features), label=label, size=size, channels=channels
+    )
+    examples, classes, notes = reader.read_parts(library, parts)
+    for note in notes:
+        warn_user(note)
+    clients: list[Any] = [{} for _ in found]
+    for (client, name), part in zip(keys, examples, strict=True):
+        if name:
+            clients[client][name] = (part.inputs, part.y)
+        else:
+            clients[client] = (part.inputs, part.y)
+    return clients, classes
+
+
+def _load(partitions: Any, split: str) -> list[Any]:
+    """A list of the partitions; those of a ``FederatedDataset`` are loaded one after the other."""
+    if not hasattr(partitions, "load_partition"):
+        if isinstance(partitions, Mapping) or not isinstance(partitions, Sequence):
+            raise DataError(
+                "expected a list of datasets.Dataset, one for each client, or a FederatedDataset of "
+                f"flwr-datasets, not a {type(partitions).__name__}."
+            )
+        found = list(partitions)
+    elif hasattr(partitions, "partitioners"):
+        known = partitions.partitioners
+        if split not in known:
+            raise DataError(
+                f"the FederatedDataset has no partitioner of {split!r}. {did_you_mean(split, known)}"
+            )
+        # the number may be known only once the partitioner has its data
+        first = partitions.load_partition(0, split)
+        others = range(1, known[split].num_partitions)
+        found = [first, *(partitions.load_partition(i, split) for i in others)]
+    else:
+        found = [partitions.load_partition(i) for i in range(partitions.num_partitions)]
+    if not found:
+        raise DataError("a federation needs at least one partition.")
+    return found
+
+
+def _named_splits(library: Any, partition: Any, client: int) -> dict[str, Any]:
+    """The splits of a partition by name; a single data set has the empty name."""
+    if isinstance(partition, library.Dataset):
+        return {"": partition}
+    if not isinstance(partition, library.DatasetDict):
+        raise DataError(f"client {client}: expected a datasets.Dataset, not a {type(partition).__name__}.")
+    if "train" not in partition or (unknown := sorted(set(partition) - set(_SPLITS))):
+        found = sorted(partition) if "train" not in partition else unknown
+        raise DataError(f"client {client}: splits are 'train' and optionally 'val' and 'test', not {found}.")
+    return dict(partition)

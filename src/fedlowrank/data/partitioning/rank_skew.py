@@ -1,0 +1,145 @@
+"""A partition whose label and size skew grow with the ranks of the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
+from ...core.errors import ConfigError, DataError
+from ...core.key import Key
+from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
+from .checks import check_labels, check_positive
+
+# ruff: noqa: ARG002 - the rule ignores natural clients
+
+# The iterative fit stops after this many iterations, or when all sizes have this relative error. Whole
+# examples are then added where some are missing.
+_MAX_ITERATIONS = 500
+_TOLERANCE = 1e-4
+
+# Share of the data's own mixture in every client's, so that sizes and class totals can be met together.
+_FLOOR = 1e-9
+
+
+@dataclass(frozen=True)
+class RankSkew(CheckedFields):
+    """Clients of larger rank get more examples and a more skewed class mixture. Uses all examples.
+
+    Source: Peng et al., "FedHL", Section VI-A, Case 2: 100 clients, Dirichlet with 0.3, ranks scaled to them
+    with mean 16; "clients with larger LoRA ranks are assigned more data and a more skewed local
+    distribution". The paper gives no formula; the rule here is:
+
+    - Client k of K has rank r_k = ranks[floor(k·len(ranks)/K)]. The mean is kept if len(ranks) divides K.
+    - Its size n_k is proportional to r_k^size_exponent, rounded by the largest remainder to add up to n.
+    - Its mixture of the C classes that occur is drawn from Dir(α_k·C·prior), where the prior is the share of
+      each class in the data and α_k = alpha·(mean rank / r_k)^skew. For classes of equal size this is the
+      symmetric Dir(α_k).
+    - The table of counts, clients by classes, starts at n_k times the mixture. Its rows are scaled to the
+      sizes and its columns to the class totals in turn (iterative proportional fitting), and it is rounded to
+      integers with exactly these sums. So no client has to take what the others left.
+    - The examples of a class are assigned at random.
+
+    Attributes:
+        clients: number of clients K, at least the number of ranks.
+        ranks: ranks in the order of the clients, each at least 1; repeated evenly over the clients.
+        alpha: concentration of the mixture at the mean rank, above 0; small: few classes per client.
+        size_exponent: how sizes grow with the rank, at least 0; 1: in proportion; 0: equal sizes.
+        skew: how the concentration falls with the rank, at least 0; 1: in inverse proportion; 0: not at all.
+        min_size: smallest number of examples of a client, at least 1.
+    """
+
+    repeatable: ClassVar[bool] = False
+
+    clients: int = 100
+    ranks: tuple[int, ...] = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
+    alpha: float = 0.3
+    size_exponent: float = 1.0
+    skew: float = 1.0
+    min_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_minimum("clients", self.clients, 1)
+        check_positive("alpha", self.alpha)
+        check_minimum("min_size", self.min_size, 1)
+        check_positive("partition.size_exponent", self.size_exponent, zero=True)
+        check_positive("partition.skew", self.skew, zero=True)
+        client_ranks(self.ranks, self.clients)
+
+    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
+        """See `Partition.assign`."""
+        n = check_labels(labels, classes, self.clients)
+        ranks = np.array(client_ranks(self.ranks, self.clients), dtype=np.float64)
+        sizes = largest_remainder((ranks / ranks.max()) ** self.size_exponent, n)
+        if sizes.min() < self.min_size:
+            raise DataError(
+                f"{n} examples give the clients of rank {int(ranks[sizes.argmin()])} {sizes.min()} each, "
+                f"less than partition.min_size = {self.min_size}. Lower partition.clients, "
+                "partition.size_exponent or partition.min_size."
+            )
+        totals = np.bincount(labels, minlength=classes)
+        counts = _fit_counts(self._draw_mixtures(ranks, totals, key / "mixture"), sizes, totals)
+        return deal_classes(shuffle_classes(labels, classes, (key / "order").numpy()), counts)
+
+    def _draw_mixtures(self, ranks: FloatArray, totals: IntArray, key: Key) -> FloatArray:
+        """Class mixture of each client, [clients, classes]; rows add up to 1."""
+        present = np.flatnonzero(totals)
+        prior = totals[present] / totals.sum()
+        alphas = self.alpha * (ranks.mean() / ranks) ** self.skew
+        mixtures = np.zeros((len(ranks), len(totals)))
+        for client, alpha in enumerate(alphas):
+            draw = (key / client).numpy().dirichlet(alpha * len(present) * prior)
+            mixtures[client, present] = (1 - _FLOOR) * draw + _FLOOR * prior
+        return mixtures
+
+
+def client_ranks(ranks: Sequence[int], clients: int) -> list[int]:
+    """Rank of each client: client k has ``ranks[floor(k·len(ranks)/clients)]``."""
+    if not ranks:
+        raise ConfigError("partition.ranks must name at least one rank.")
+    for place, rank in enumerate(ranks):
+        check_minimum(f"partition.ranks, value {place}", rank, 1)
+    if len(ranks) > clients:
+        raise ConfigError(f"partition.ranks names {len(ranks)} ranks for {clients} clients; name fewer.")
+    return [ranks[k * len(ranks) // clients] for k in range(clients)]
+
+
+def _fit_counts(mixtures: FloatArray, sizes: IntArray, totals: IntArray) -> IntArray:
+    """Integers [clients, classes] near the mixtures, with the sizes as row and the totals as column sums."""
+    table = mixtures * sizes[:, None]
+    present = totals > 0
+    for _ in range(_MAX_ITERATIONS):
+        table[:, present] *= totals[present] / table[:, present].sum(0)
+        rows = table.sum(1)
+        if (np.abs(rows - sizes) <= _TOLERANCE * sizes).all():
+            break
+        table *= (sizes / rows)[:, None]
+    # No sum may exceed its target, so that examples need only be added.
+    table *= np.minimum(1, sizes / table.sum(1))[:, None]
+    table[:, present] *= np.minimum(1, totals[present] / table[:, present].sum(0))
+    counts: IntArray = np.floor(table).astype(np.int64)
+    return _add_missing(counts, table - counts, sizes, totals)
+
+
+def _add_missing(counts: IntArray, fractions: FloatArray, sizes: IntArray, totals: IntArray) -> IntArray:
+    """Add examples, the largest fractions first, until rows and columns have their sums."""
+    by_client, by_class = sizes - counts.sum(1), totals - counts.sum(0)
+
+    def add(client: int, label: int, count: int) -> None:
+        counts[client, label] += count
+        by_client[client] -= count
+        by_class[label] -= count
+
+    for cell in np.argsort(-fractions, axis=None, kind="stable"):
+        client, label = divmod(int(cell), counts.shape[1])
+        if by_client[client] > 0 and by_class[label] > 0:
+            add(client, label, 1)
+    # One more per cell may not be enough. If a client misses examples, so does a class.
+    while by_client.any():
+        client, label = int(by_client.argmax()), int(by_class.argmax())
+        add(client, label, min(by_client[client], by_class[label]))
+    return counts

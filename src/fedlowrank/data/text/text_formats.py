@@ -1,0 +1,93 @@
+"""Formats: how an instruction and its response are written as one text."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+from jinja2 import TemplateError
+
+from ...core.errors import ConfigError, did_you_mean
+from .text_records import Instruction
+
+Format: TypeAlias = Literal["alpaca", "plain", "chat", "none"]
+
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+
+
+def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[str, str]:
+    """Write an instruction as a prompt and a response.
+
+    The prompt does not depend on the response, so it is also the prompt for generation.
+
+    Args:
+        record: an instruction; without a response the second text is empty.
+        format: ``alpaca``: the template of Stanford Alpaca, verbatim, whose prompt ends in ``### Response:``
+            without a line break; ``plain``: instruction and input, each followed by a line break; ``chat``:
+            the chat template of the tokenizer, with instruction and input, separated by a blank line, as the
+            user's message (the response ends as the template ends a turn); ``none``: no prompt.
+        tokenizer: for ``chat``: a tokenizer of ``transformers`` with a chat template.
+
+    Returns:
+        Prompt and response. Their concatenation is the whole text.
+
+    Raises:
+        ConfigError: if the format is unknown; if it needs an instruction or input but the record has none;
+            or, for ``chat``, if the tokenizer has no chat template, or its prompt changes when a response
+            follows.
+
+    Source:
+        Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023), train.py,
+        ``PROMPT_DICT``.
+    """
+    if format == "none":
+        return "", record.response
+    if format == "plain":
+        return "".join(f"{text}\n" for text in (record.prompt, record.input) if text), record.response
+    if format not in get_args(Format):
+        raise ConfigError(f"unknown format {format!r}. {did_you_mean(format, get_args(Format))}")
+    if not record.prompt and not record.input:
+        raise ConfigError(f"format {format!r} needs instructions, but this is plain text. Use format 'none'.")
+    if format == "chat":
+        return _render_chat(record, tokenizer)
+    template = _WITH_INPUT if record.input else _WITHOUT_INPUT
+    return template.format(instruction=record.prompt, input=record.input), record.response
+
+
+def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "format 'chat' needs a tokenizer with a chat template, which this one lacks. Use format 'alpaca' "
+            "or 'plain', or set tokenizer.chat_template."
+        )
+    message = "\n\n".join(text for text in (record.prompt, record.input) if text)
+    turns = [{"role": "user", "content": message}]
+    prompt = _apply_template(tokenizer, turns, generate=True)
+    if not record.response:
+        return prompt, ""
+    turns.append({"role": "assistant", "content": record.response})
+    whole = _apply_template(tokenizer, turns, generate=False)
+    if not whole.startswith(prompt):
+        raise ConfigError(
+            "the chat template of the tokenizer writes another prompt when a response follows, so the "
+            "prompts of training and generation would differ: the whole text does not start with "
+            f"{prompt[-60:]!r}. Use format 'alpaca' or 'plain', or another template."
+        )
+    response, end = whole[len(prompt) :], tokenizer.eos_token
+    # White space after the EOS is no part of the turn.
+    return prompt, response.rstrip() if end and response.rstrip().endswith(end) else response
+
+
+def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
+    except TemplateError as error:
+        raise ConfigError(f"the tokenizer's chat template fails: {error}. Use another format.") from error

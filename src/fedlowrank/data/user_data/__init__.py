@@ -1,0 +1,1 @@
+"""Data that a user passes from Python."""

@@ -1,0 +1,174 @@
+"""Data frames of pandas as clients: columns of numbers as inputs, a column of the client and one of the target."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.contract.task import client_title
+from ...core.errors import DataError, did_you_mean
+from .columns import Columns, check_columns
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+SPLITS = ("train", "val", "test")
+"""Names of the parts of a client."""
+
+
+def is_frame(value: Any) -> bool:
+    """Whether this is a ``pandas.DataFrame``; does not import pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.DataFrame)
+
+
+def clients_of_frame(frame: DataFrame, columns: Columns) -> list[tuple[str, dict[str, tuple[Any, Any]]]]:
+    """The clients of one data frame, sorted by name.
+
+    Returns:
+        For each client its name, and a pair of inputs ``[n, features]`` and targets by part; under the empty
+        name if the frame has no column of parts.
+
+    Raises:
+        DataError: if a column does not exist, is no column of numbers, or has empty cells.
+    """
+    known = [*frame.columns]
+    if columns.client is None or columns.target is None:
+        lacking = "client" if columns.client is None else "target"
+        raise DataError(
+            "a DataFrame needs the names of two columns, client=... and target=...; "
+            f"{lacking}= is missing. Its columns are {known}. Without a column of clients give a list of frames, one "
+            "for each client, and target=..."
+        )
+    own = [columns.client, *([] if columns.split is None else [columns.split])]
+    targets, features = _choose(frame, columns, own, "the DataFrame")
+    for name in own:
+        if empty := int(frame[name].isna().sum()):
+            raise DataError(
+                f"the column {name!r} has {_count(empty, 'empty cell')}, first in row {_first(frame[name].isna())!r}. "
+                f"Leave such rows out: frame.dropna(subset=[{name!r}])."
+            )
+    if columns.split is not None:
+        _check_splits(frame[columns.split])
+    found = []
+    for i, (key, rows) in enumerate(frame.groupby(frame[columns.client].astype(object), sort=True)):
+        who = f"{client_title(i, str(key))}: "
+        parts = {"": rows}
+        if columns.split is not None:
+            parts = {str(part): some for part, some in rows.groupby(columns.split, observed=True)}
+            if "train" not in parts:
+                raise DataError(
+                    f"{who}the column {columns.split!r} names no row 'train', only {sorted(parts)}"
+                )
+        pairs = {part: _pair_of(some, targets, features, who) for part, some in parts.items()}
+        found.append((str(key), pairs))
+    if not found:
+        raise DataError("the DataFrame has no rows")
+    return found
+
+
+def pair_of_frame(frame: DataFrame, columns: Columns, who: str) -> tuple[Any, Any]:
+    """Inputs and targets of one client's data frame; ``who`` is the client, for messages."""
+    targets, features = _choose(frame, columns, [], f"{who}: its DataFrame")
+    return _pair_of(frame, targets, features, f"{who}: ")
+
+
+def frame_inputs(frame: DataFrame, who: str = "") -> Any:
+    """All columns as an array: int64 if they hold whole numbers, else float64.
+
+    Raises:
+        DataError: if a column holds no numbers, or has empty cells; the message names it.
+    """
+    kinds = [_check_numbers(frame.iloc[:, i], who) for i in range(frame.shape[1])]
+    return frame.to_numpy(dtype=np.int64 if all(kind in "iu" for kind in kinds) else np.float64)
+
+
+def _choose(frame: DataFrame, columns: Columns, own: list[Any], what: str) -> tuple[list[Any], list[Any]]:
+    """Columns of targets and of inputs."""
+    known = [*frame.columns]
+    targets = [*columns.target] if isinstance(columns.target, list | tuple) else [columns.target]
+    named = [*own, *targets, *(columns.features or ())]
+    check_columns(named, known, f"{what} has the columns {known}")
+    if twice := [name for name in known if known.count(name) > 1]:
+        raise DataError(f"{what} has several columns {twice[0]!r}; rename one of them")
+    features = [name for name in known if name not in (*own, *targets)]
+    if columns.features is not None:
+        features = [*columns.features]
+    if not features or {*features} & {*own, *targets}:
+        raise DataError(f"{what}: features must be columns besides client, target and split, not {features}")
+    return targets, features
+
+
+def _pair_of(frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], who: str) -> tuple[Any, Any]:
+    for name in targets:
+        if empty := int(frame[name].isna().sum()):
+            raise DataError(
+                f"{who}the target {name!r} has {_count(empty, 'empty cell')}, first in row {_first(frame[name].isna())!r}. "
+                f"Leave such rows out: frame.dropna(subset=[{name!r}])."
+            )
+    x = frame_inputs(frame[[*features]], who)
+    if len(targets) > 1:
+        return x, frame_inputs(frame[[*targets]], who).astype(np.float64)
+    y = frame[targets[0]]
+    if getattr(y.dtype, "numpy_dtype", y.dtype).kind == "f":
+        return x, y.to_numpy(dtype=np.float64)[:, None]
+    return x, y
+
+
+def _check_numbers(column: Series, who: str) -> str:
+    """The kind of numpy of a column of numbers."""
+    # the type below pandas' own types of numbers, which know empty cells
+    kind = str(getattr(column.dtype, "numpy_dtype", column.dtype).kind)
+    name = column.name
+    if kind not in "biuf" or str(column.dtype) == "category":
+        raise DataError(
+            f"{who}the column {name!r} holds no numbers but {column.dtype}, such as {_example(column)!r}. "
+            f"{_encoding(column)}, or leave it out: frame.drop(columns=[{name!r}])"
+        )
+    if empty := int(column.isna().sum()):
+        raise DataError(
+            f"{who}the column {name!r} has {_count(empty, 'empty cell')}, first in row {_first(column.isna())!r}. Fill "
+            "them in (fillna), or leave such rows out: frame.dropna()."
+        )
+    if kind == "f" and (infinite := np.isinf(column.astype("float64"))).any():
+        raise DataError(
+            f"{who}the column {name!r} holds an infinity, first in row {_first(infinite)!r}. Correct it, or leave such "
+            "rows out"
+        )
+    return kind
+
+
+def _check_splits(column: Series) -> None:
+    for value in column.unique():
+        if value not in SPLITS:
+            raise DataError(
+                f"the column {column.name!r} names the part of each row, one of {', '.join(map(repr, SPLITS))}, but "
+                f"holds {value!r}. {did_you_mean(str(value), SPLITS)}"
+            )
+
+
+def _first(which: Series) -> Any:
+    """The index of the first row where the column is true."""
+    row = which.index[which.to_numpy()][0]
+    return row.item() if isinstance(row, np.generic) else row
+
+
+def _encoding(column: Series) -> str:
+    """How to make numbers of a column that holds none."""
+    if column.dtype.kind in "mM":
+        return f"Make a number of it, such as frame[{column.name!r}].astype('int64')"
+    if all(isinstance(value, int | float) for value in column.dropna()):
+        return f"Give it a type of numbers, frame[{column.name!r}].astype(float)"
+    return f"Encode it, frame = pandas.get_dummies(frame, columns=[{column.name!r}], dtype=float)"
+
+
+def _example(column: Series) -> Any:
+    values = column.dropna()
+    return values.iloc[0] if len(values) else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,310 @@
+"""Arrays from Python code as examples of a client, with errors that say what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import DataError
+from ...core.key import Key
+from ...core.learning.losses import AUTO, OF_LABELS, OF_REAL_TARGETS, Loss
+from ..dataset import ClientData, Examples, Inputs
+from ..input_types import InputTypes
+from ..partitioning.checks import check_finite_values, describe_array
+from .data_frames import frame_inputs, is_frame
+from .user_clients import GivenClient
+
+Array = np.ndarray[Any, Any] | Tensor
+ArrayPair = tuple[Array | Mapping[str, Array], Array]
+"""Inputs and targets."""
+
+ONE_HOT_WARNING = (
+    "the targets are one-hot rows, so they are learnt as a regression with the squared error. For a "
+    "classification give the number of each class instead: y.argmax(1)."
+)
+
+MULTI_HOT_WARNING = (
+    "the targets are rows of zeros and ones, several classes an example, and are learnt as a regression with the "
+    "squared error. For several classes an example set loss='bce'. For one class an example give its number, whole "
+    "numbers [n]."
+)
+
+BINARY_WARNING = (
+    "the targets [n, 1] are zeros and ones, and are learnt as a regression with the squared error. For a "
+    "classification set loss='bce', or give the number of each class, y[:, 0].long(), and a model with 2 outputs."
+)
+
+TARGET_WARNINGS = ONE_HOT_WARNING, MULTI_HOT_WARNING, BINARY_WARNING
+"""Warnings of targets that another loss than the default fits better."""
+
+
+def client_from_arrays(
+    given: GivenClient,
+    client: int,
+    val: float,
+    test: float,
+    key: Key,
+    types: InputTypes,
+    loss: Loss = AUTO,
+) -> ClientData:
+    """The data of one client.
+
+    Args:
+        given: its arrays, one pair to divide at random or several by part.
+        client: its number, which with ``key`` determines the division.
+        val: share for validation, if there is one pair.
+        test: share for the test, likewise.
+        key: root of all randomness.
+        types: converts the inputs.
+        loss: of the task; says what the targets are.
+    """
+    who = given.title
+    parts = {part: examples_from_arrays(pair, who, types, part, loss) for part, pair in given.parts.items()}
+    if "train" in parts:
+        empty = parts["train"].take(torch.arange(0)) if len(parts) < 3 else parts["train"]
+        parts = {"val": empty, "test": empty, **parts}
+        return ClientData(parts["train"], parts["val"], parts["test"])
+    examples = parts[""]
+    n = len(examples)
+    if not n:
+        raise DataError(f"{who} has no examples; leave it out")
+    n_val, n_test = round(n * val), round(n * test)
+    if n - n_val - n_test < 1:
+        raise DataError(f"{who} has {n} examples, too few for shares of {val} and {test}")
+    order = torch.randperm(n, generator=(key / "split" / client).generator())
+    val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
+    return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
+
+
+def examples_from_arrays(
+    pair: tuple[Any, Any], who: str, types: InputTypes | None = None, part: str = "", loss: Loss = AUTO
+) -> Examples:
+    """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
+
+    These are tensors, numpy arrays, data frames or lists of numbers. :func:`class_names` checks the range of
+    the labels, of all clients at once. ``types`` converts the inputs; by default no model looks them up. The loss
+    says whether whole numbers are labels or real targets.
+    """
+    types = InputTypes() if types is None else types
+    where = who + (f" ({part})" if part else "")
+    x, y = pair
+    try:
+        targets = _targets(to_tensor(y, "the targets"), isinstance(x, Mapping), loss)
+        if isinstance(x, Mapping):
+            named = {name: input_tensor(a, f"input {name!r}") for name, a in x.items()}
+            inputs: Inputs = {name: types.convert(t, where, name) for name, t in named.items()}
+        else:
+            inputs = types.convert(input_tensor(x, "the inputs"), where)
+        examples = Examples(inputs, targets)
+        for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
+            check_finite_values(name, tensor)
+        check_finite_values("its targets", targets)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    return examples
+
+
+def to_tensor(array: Any, what: str) -> Tensor:
+    """Convert whatever numpy accepts as an array of real numbers."""
+    if isinstance(array, Tensor):
+        if array.is_complex():
+            raise DataError(f"{what} must be real numbers, not {array.dtype}")
+        return array
+    try:
+        values = np.asarray(array)
+        if values.dtype.kind not in "biuf":
+            raise DataError(
+                f"{what} must be an array of numbers, not {_describe_type(array)} of {values.dtype}; "
+                + _advice(array, values)
+            )
+        # torch needs writable memory; a data frame gives a read-only array
+        is_usable = values.flags.writeable and values.flags.c_contiguous
+        return torch.as_tensor(values if is_usable else values.copy("C"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = _describe_type(array)
+        raise DataError(f"{what} must be an array of numbers, not {kind}: {error}") from error
+
+
+def _advice(array: Any, values: np.ndarray) -> str:
+    """What to pass instead of an array that holds no numbers."""
+    if hasattr(array, "toarray"):
+        return "a sparse matrix is given as toarray()"
+    items = values.ravel().tolist() if values.dtype.kind == "O" else []
+    if items and all(isinstance(item, int | float) for item in items):
+        return "give x.astype(float)"
+    if items and all(hasattr(item, "shape") for item in items):
+        shapes = sorted({str([*item.shape]) for item in items})[:3]
+        return f"its examples have the shapes {', '.join(shapes)}; give examples of one shape, numpy.stack(x)"
+    return "encode text as numbers first"
+
+
+def first_input(given: GivenClient) -> Tensor | dict[str, Tensor] | None:
+    """The first input ``[1, ...]`` of a client as it was given, or dict of them; None if it is no array."""
+    x, _ = given.parts["train" if "train" in given.parts else ""]
+    try:
+        inputs = (
+            {n: input_tensor(a, n) for n, a in x.items()} if isinstance(x, Mapping) else input_tensor(x, "x")
+        )
+    except DataError:
+        # the conversion of all clients reports it with the client
+        return None
+    if isinstance(inputs, Tensor):
+        return inputs[:1] if inputs.ndim and len(inputs) else None
+    return {n: t[:1] for n, t in inputs.items()} if all(t.ndim and len(t) for t in inputs.values()) else None
+
+
+def input_tensor(array: Any, what: str) -> Tensor:
+    """Inputs as a tensor of their own type; of a data frame int64 or float64, also where it stores bytes."""
+    return to_tensor(frame_inputs(array) if is_frame(array) else array, what)
+
+
+def class_names(
+    clients: Sequence[ClientData],
+    classes: Sequence[str] | int | None,
+    titles: Sequence[str],
+    loss: Loss = AUTO,
+) -> tuple[str, ...]:
+    """Names of the classes: the given ones, or the numbers up to the largest label; none for real targets.
+
+    Neither are there any where the loss is that of next tokens.
+
+    ``titles`` are those of the clients, for messages.
+
+    Raises:
+        DataError: if clients mix regression and classification, or a label is negative or too large.
+    """
+    is_regression = [c.train.regression for c in clients]
+    if any(is_regression) and not all(is_regression):
+        raise DataError(
+            f"{titles[is_regression.index(True)]} has real targets and {titles[is_regression.index(False)]} "
+            "class labels; all must learn the same task"
+        )
+    if all(is_regression):
+        if classes:
+            raise DataError(
+                f"{titles[0]} has real targets, a regression, which has no classes; leave them out. For a "
+                "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1). Several labels an example "
+                "(loss='bce') are counted by the columns of the targets."
+            )
+        return ()
+    if loss.kind == "next_token":
+        return ()
+    first = clients[0].train
+    if loss.kind == "auto" and first.tokens:
+        raise DataError(
+            f"{titles[0]} has a label for each token, {describe_array(first.y)}. Set loss='cross_entropy' for the class "
+            "of each token, or loss='next_token' for a language model, whose labels are the tokens themselves."
+        )
+    numbers = class_labels(clients)
+    if first.is_dense or loss.kind in ("cross_entropy", "focal"):
+        numbers = numbers[numbers != loss.ignore_index]
+        if not len(numbers):
+            raise DataError(
+                f"no label counts: all are {loss.ignore_index}, which loss.ignore_index leaves out"
+            )
+    count = int(numbers.max()) + 1
+    if int(numbers.min()) < 0:
+        _reject_negative_labels(clients, titles, loss)
+    if classes is None:
+        classes = count
+    names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+    if count > len(names):
+        at = next(i for i, c in enumerate(clients) if int(class_labels([c]).max()) >= len(names))
+        raise DataError(
+            f"{titles[at]}: there is a label {count - 1} but only {len(names)} classes; labels count from 0. "
+            "Leave classes= out to number labels in their order"
+        )
+    return names
+
+
+def class_labels(clients: Sequence[ClientData]) -> Tensor:
+    """All labels of all clients, one after another."""
+    labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.regression]
+    # one concatenation, for min and max of every part of every client take longer
+    return torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
+
+
+def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str], loss: Loss) -> None:
+    """Name the first client with a negative class label, if there is one."""
+    for title, data in zip(titles, clients, strict=True):
+        for examples in (data.train, data.val, data.test):
+            if examples.regression:
+                continue
+            leaves_out = loss.kind != "auto" or examples.is_dense
+            y = examples.y[examples.y != loss.ignore_index] if leaves_out else examples.y
+            if (y < 0).any():
+                raise DataError(
+                    f"{title}: label {int(y.min())} is negative. Leave out examples without a label, or set "
+                    "loss.ignore_index; of the labels -1 and 1 give y > 0"
+                )
+
+
+def is_one_hot(y: Tensor) -> bool:
+    """Whether the targets are rows ``[n, d]`` of zeros with a single 1 each."""
+    if y.ndim != 2 or y.shape[1] < 2 or not len(y):
+        return False
+    return bool(((y == 0) | (y == 1)).all()) and bool((y.sum(1) == 1).all())
+
+
+def target_warning(parts: Sequence[Tensor]) -> str | None:
+    """What a user should know of real targets [n, d] of all clients that mean classes, or None."""
+    parts = [y for y in parts if len(y)]
+    if not parts or not parts[0].is_floating_point():
+        return None
+    if all(is_one_hot(y) for y in parts):
+        return ONE_HOT_WARNING
+    is_binary = all(bool(((y == 0) | (y == 1)).all()) for y in parts)
+    if not is_binary or len({float(value) for y in parts for value in y.aminmax()}) < 2:
+        return None
+    return BINARY_WARNING if parts[0].shape[1] == 1 else MULTI_HOT_WARNING
+
+
+def label_warning(parts: Sequence[Tensor]) -> str | None:
+    """What a user should know of class labels of all clients that do not count from 0, or None."""
+    numbers = [y for y in parts if len(y) and y.ndim == 1 and not y.is_floating_point()]
+    low = min((int(y.min()) for y in numbers), default=0)
+    if low <= 0:
+        return None
+    return (
+        f"the smallest label is {low}, but labels count from 0, so the model has scores that are never right. Give "
+        f"y - {low}, or name all classes (classes=...)."
+    )
+
+
+def target_hint(y: Tensor) -> str:
+    """What to pass instead of targets of this type and shape; empty if they are fine."""
+    if y.is_floating_point() and y.ndim == 1:
+        return "For classes give whole numbers, y.long(); for a regression give targets [n, 1], y[:, None]."
+    if y.ndim == 2 and y.shape[1] == 1 and not y.is_floating_point():
+        return "For classes give labels [n], y[:, 0]; for a regression give real numbers, y.float()."
+    if is_one_hot(y):
+        return "These are one-hot rows: give the number of each class, y.argmax(1)."
+    return ""
+
+
+def _targets(y: Tensor, has_named_inputs: bool, loss: Loss) -> Tensor:
+    """Targets in the type of `Examples.y`."""
+    is_real = y.is_floating_point()
+    if loss.kind in OF_REAL_TARGETS and (is_real or loss.kind not in OF_LABELS):
+        # numbers of one output
+        return _to(y if y.ndim != 1 else y[:, None], torch.float32)
+    if is_real and y.ndim >= 2:
+        return _to(y, torch.float32)
+    # token labels [n, T] come with named inputs
+    if is_real or (y.ndim == 2 and not has_named_inputs and target_hint(y)):
+        hint = target_hint(y) or "Real targets are [n, d], labels of classes whole numbers [n]."
+        raise DataError(f"the targets are {describe_array(y)}. {hint}")
+    return _to(y, torch.int64)
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # the call alone, which does nothing, takes longer than the question
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _describe_type(value: Any) -> str:
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")

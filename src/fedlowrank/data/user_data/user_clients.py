@@ -1,0 +1,135 @@
+"""What a user passes as the clients of a federation: arrays, data sets of torch, data frames, by name or in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.contract.task import client_title
+from ...core.errors import DataError
+from ...core.key import Key
+from .columns import Columns
+from .data_frames import SPLITS, clients_of_frame, is_frame, pair_of_frame
+from .torch_datasets import is_torch_data, read_dataset
+
+_ORDER = {2: ("train", "test"), 3: SPLITS}
+"""Parts of a client that is a tuple of them."""
+
+
+@dataclass(frozen=True)
+class GivenClient:
+    """Arrays of one client as the user gave them.
+
+    Attributes:
+        title: of the client, for messages.
+        name: as the user calls it; empty if the clients are a list.
+        parts: pairs of inputs and targets by part, ``train``, ``val`` and ``test``; or one pair under the
+            empty name, to be divided at random.
+    """
+
+    title: str
+    name: str
+    parts: Mapping[str, tuple[Any, Any]]
+
+
+def read_user_clients(clients: Any, columns: Columns, key: Key) -> list[GivenClient]:
+    """The clients, in the order of a list or dict, or of the sorted values of a frame's column.
+
+    Raises:
+        DataError: if they are none of the kinds that ``Federation.from_arrays`` lists.
+    """
+    if is_frame(clients):
+        found = clients_of_frame(clients, columns)
+        return [GivenClient(client_title(i, name), name, parts) for i, (name, parts) in enumerate(found)]
+    for name, column in (("client", columns.client), ("split", columns.split)):
+        if column is not None:
+            raise DataError(
+                f"{name}= names a column of one DataFrame with the rows of all clients, not of a "
+                f"{type(clients).__name__}; leave it out"
+            )
+    if is_torch_data(clients):
+        raise DataError(
+            f"a single {type(clients).__name__} is one client. Give a list with a data set for each client, such as "
+            "torch.utils.data.random_split(dataset, [0.5, 0.5]), or a dict of them by name."
+        )
+    if isinstance(clients, Mapping):
+        if clients and set(clients) <= {*SPLITS}:
+            raise DataError(
+                f"{sorted(clients)} are the parts of one client and no names of clients; give a list of such "
+                "dicts, one for each client"
+            )
+        names = [str(name) for name in clients]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(f"two clients have the name {twice[0]!r}")
+        values = list(clients.values())
+    elif isinstance(clients, str | bytes) or not isinstance(clients, Iterable):
+        raise DataError(
+            f"the clients are a list with the data of each, or a dict of these by name, not {_describe(clients)}"
+        )
+    else:
+        values = list(clients)
+        names = [""] * len(values)
+    if not values:
+        raise DataError("a federation needs at least one client")
+    titles = [client_title(i, name) for i, name in enumerate(names)]
+    return [
+        GivenClient(title, name, _parts_of(value, title, columns, key / "read" / i))
+        for i, (title, name, value) in enumerate(zip(titles, names, values, strict=True))
+    ]
+
+
+def _parts_of(value: Any, who: str, columns: Columns, key: Key) -> dict[str, tuple[Any, Any]]:
+    """The pairs of one client by part."""
+    if isinstance(value, tuple | list) and (names := _ORDER.get(len(value))) and _are_parts(value, columns):
+        value = dict(zip(names, value, strict=True))
+    if isinstance(value, Mapping) and ("train" in value or {*value} <= {*SPLITS}):
+        if "train" not in value or {*value} - {*SPLITS}:
+            raise DataError(
+                f"{who}: splits are 'train' and optionally 'val' and 'test', not {sorted(map(str, value))}"
+            )
+        return {part: _pair_of(one, f"{who} ({part})", columns, key / part) for part, one in value.items()}
+    return {"": _pair_of(value, who, columns, key)}
+
+
+def _are_parts(values: tuple[Any, ...] | list[Any], columns: Columns) -> bool:
+    """Whether these are data sets, frames with a target, or pairs of arrays, and not one pair (x, y)."""
+    return all(
+        is_torch_data(value)
+        or (columns.target is not None and is_frame(value))
+        or (isinstance(value, tuple) and len(value) == 2 and all(map(_is_array, value)))
+        for value in values
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") or (isinstance(value, Mapping) and all(map(_is_array, value.values())))
+
+
+def _pair_of(value: Any, who: str, columns: Columns, key: Key) -> tuple[Any, Any]:
+    """Inputs and targets of one part of a client."""
+    if is_torch_data(value):
+        return read_dataset(value, who, columns, key)
+    if is_frame(value) and columns.target is not None:
+        return pair_of_frame(value, columns, who)
+    if isinstance(value, Mapping):
+        target, features = columns.choose(list(value), f"{who}: ", "its dict has the keys")
+        x = {name: value[name] for name in features}
+        return (x if len(features) > 1 else x[features[0]]), value[target]
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise DataError(f"{who}: expected a pair (x, y) of arrays, not {_describe(value)}")
+    columns.refuse(f"{who}: ", "are a pair (x, y)")
+    return value[0], value[1]
+
+
+def _describe(value: Any) -> str:
+    """What was given, and how to give it."""
+    kind = type(value)
+    if is_frame(value):
+        return f"a {kind.__name__}; name its column of targets, target=..., for a frame as a client"
+    if kind.__module__.partition(".")[0] in ("datasets", "flwr_datasets"):
+        return f"a {kind.__name__} of {kind.__module__.partition('.')[0]}; use Federation.from_partitions"
+    if hasattr(value, "shape"):
+        return f"a {kind.__name__}; the clients are a list with a pair for each, [(x0, y0), (x1, y1)]"
+    of = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"a {kind.__name__}{of}; a client may also be a torch.utils.data.Dataset or a dict of parts"

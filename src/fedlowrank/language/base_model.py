@@ -1,0 +1,267 @@
+"""The frozen base of a language model: how it is loaded, which parts are new, and a digest of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..core.arguments.field_checks import CheckedFields
+from ..core.errors import ConfigError, DataError
+from ..core.key import Key
+from ..models.architecture import build_module
+from ..models.stateless import keep_parameters_for_recomputation
+from .optional import import_library, quiet
+
+HEAD_NAMES = ("classifier", "score")
+"""What PEFT takes for the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
+
+
+@dataclass(frozen=True)
+class LanguageBase(CheckedFields):
+    """Which language model is adapted, and in which precision. Code that comes with a model is never run.
+
+    Needs ``pip install 'fedlowrank[language]'``.
+
+    Attributes:
+        path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
+        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of
+            classes.
+        dtype: of the weights in memory; auto takes that of the files.
+        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
+            'fedlowrank[quantize]'``.
+        attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU
+            eager is several times faster to train than torch's fused kernel, whose backward pass works in
+            long blocks.
+        gradient_checkpointing: activations are computed again in the backward pass instead of being stored,
+            with the parameters that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
+        revision: branch, tag or commit of a name on the hub, or None for its main branch.
+        offline: do not ask the hub, even for a name; what was downloaded before is found.
+    """
+
+    path: str
+    task: Literal["causal", "classification"] = "causal"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    quantize: Literal["4bit", "8bit"] | None = None
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = False
+    revision: str | None = None
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quantize not in (None, "4bit", "8bit"):
+            raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
+
+
+@dataclass(frozen=True)
+class LoadedBase:
+    """A base as it was loaded.
+
+    Attributes:
+        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a
+            gradient.
+        tokenizer: a ``transformers`` tokenizer that has a padding token.
+        name: of the base, as the user gave it.
+        digest: :func:`digest_weights` of its weights.
+        head: names of the modules to be trained as a whole: the classification head, and modules of the body
+            that the files do not hold. Empty for a causal model.
+        notes: warnings on what was done beyond the settings, each a sentence.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    digest: str
+    head: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedBase:
+    """Load a model and its tokenizer.
+
+    Weights that the files do not hold, such as a new classification head, are initialized from the key by the
+    rules of the model's own code; torch's global generator is as before.
+
+    Args:
+        base: settings.
+        classes: names of the classes; empty for a causal model.
+        key: of new weights.
+
+    Raises:
+        ConfigError: if the classes do not go with the task, or bitsandbytes is missing.
+        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
+            are missing in the files, or its tokenizer has nothing to pad with.
+    """
+    if (base.task == "classification") != bool(classes):
+        raise ConfigError(
+            "a classification task needs the names of its classes"
+            if not classes
+            else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification'"
+        )
+    library = import_library("transformers", "a language model")
+    where, local = _where(base)
+    settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
+    if base.revision is not None:
+        settings["revision"] = base.revision
+    of_model: dict[str, Any] = {"dtype": base.dtype}
+    if base.quantize is not None:
+        of_model["quantization_config"] = _quantization(library, base)
+    if base.attention != "auto":
+        of_model["attn_implementation"] = base.attention
+    if classes:
+        of_model |= {
+            "num_labels": len(classes),
+            "id2label": dict(enumerate(classes)),
+            "label2id": {name: i for i, name in enumerate(classes)},
+            # a head of another number of classes is replaced, and noted below
+            "ignore_mismatched_sizes": True,
+        }
+    auto = library.AutoModelForSequenceClassification if classes else library.AutoModelForCausalLM
+    found: dict[str, Any] = {}
+
+    def make() -> nn.Module:
+        made: nn.Module
+        made, info = auto.from_pretrained(where, output_loading_info=True, **of_model, **settings)
+        found.update(info)
+        return made
+
+    try:
+        with quiet(library):
+            tokenizer = library.AutoTokenizer.from_pretrained(where, **settings)
+            model: Any = build_module(make, key)
+    # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
+    except Exception as error:
+        raise DataError(
+            f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
+    head, notes = _new_parts(model, base, new)
+    notes += _pad(model, tokenizer, base)
+    model.requires_grad_(False)
+    model.eval()
+    if base.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing = false"
+            )
+        # its newer name, and the one before
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
+        model.config.use_cache = False
+    fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
+    return LoadedBase(model, tokenizer, base.path, digest_weights(model, fresh), head, tuple(notes))
+
+
+def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
+    """A hash of a model's weights: the names, dtypes, shapes and bytes of all parameters and saved buffers.
+
+    The same files loaded in another dtype, or quantized, are another base.
+
+    Args:
+        model: a base without adapters.
+        without: names of tensors to leave out, such as those of a new head.
+
+    Returns:
+        32 hexadecimal digits (BLAKE2b of 16 bytes).
+    """
+    made = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        if name not in without and isinstance(value, Tensor):
+            made.update(f"{name}|{value.dtype}|{list(value.shape)}|".encode())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            made.update(flat.view(torch.uint8).numpy().data)
+    return made.hexdigest()
+
+
+def _where(base: LanguageBase) -> tuple[str, bool]:
+    """What to load from, and whether only files of this machine are to be used."""
+    where = Path(base.path).expanduser()
+    if where.exists():
+        if not (where / "config.json").is_file():
+            raise DataError(
+                f"{base.path!r} holds no config.json, so it is no model folder of transformers "
+                "(save_pretrained)."
+            )
+        return str(where), True
+    # A misspelt path should not be asked for on the hub, whose names are NAME or OWNER/NAME.
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base.path)
+    if not is_name or base.path.startswith("."):
+        raise DataError(f"{base.path!r} does not exist: there is no folder {str(where.absolute())!r}.")
+    return base.path, base.offline
+
+
+def _quantization(library: Any, base: LanguageBase) -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'"
+        )
+    if base.quantize == "8bit":
+        return library.BitsAndBytesConfig(load_in_8bit=True)
+    compute = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
+    return library.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Modules to train as a whole, and notes on weights that the files do not hold."""
+    # of a classification model: all modules with weights beside the body
+    children = [name for name, child in model.named_children() if list(child.parameters())]
+    head = [n for n in children if n != model.base_model_prefix] if base.task == "classification" else []
+    in_head = [n for n in new if n.split(".")[0] in head]
+    in_body = [n for n in new if n not in in_head]
+    notes = []
+    count = len(model.state_dict())
+    if len(in_body) > (0 if base.task == "causal" else count // 2):
+        raise DataError(
+            f"{base.path!r} lacks {len(in_body)} of the {count} weights of a {type(model).__name__}, "
+            f"such as {in_body[0]!r}; it is the folder of another kind of model."
+        )
+    if in_head:
+        notes.append(f"The head ({', '.join(head)}) is new: {', '.join(in_head)} drawn from the run's key.")
+    elif head:
+        notes.append(
+            f"The head ({', '.join(head)}) is the one of the files; check that its classes are in your order."
+        )
+    if in_body:
+        notes.append(
+            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the "
+            "head."
+        )
+    modules = dict.fromkeys(n.rpartition(".")[0] for n in in_body)
+    return (*head, *modules), notes
+
+
+def _pad(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
+    """Make sure that there is a padding token, known to the model too."""
+    notes = []
+    if tokenizer.pad_token_id is None:
+        other = tokenizer.eos_token or tokenizer.unk_token
+        if other is None:
+            raise DataError(
+                f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set "
+                "its pad_token and save it."
+            )
+        tokenizer.pad_token = other
+        notes.append(f"The tokenizer has no padding token: {other!r} pads.")
+    if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
+        raise DataError(
+            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id "
+            f"{tokenizer.pad_token_id}, but the model has {model.get_input_embeddings().num_embeddings} "
+            "embeddings; set another pad_token and save it."
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return notes

@@ -1,0 +1,297 @@
+"""What federated LoRA methods share: how factors begin, are trained and are sent (Hu et al. 2021).
+
+A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B
+A. A server works on updates in the unit of the weights: an upload is multiplied by s, what is sent is divided
+by it, so that no aggregator knows of α or r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...adapters.lora.lora_factors import LoRA, lora_of, parameters_beside_factors
+from ...adapters.lora.rank_limits import describe_lowered_ranks
+from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors, unpack_factors
+from ...core.arguments.bounds import check_minimum
+from ...core.arguments.field_checks import CheckedFields
+from ...core.contract.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
+from ...core.contract.model import Model
+from ...core.errors import LoweredRankWarning, TaskError, warn_user
+from ...core.learning.batch_losses import task_loss
+from ...core.learning.optimizer import Optimizer
+from ...core.tree import Params, join_path, tree
+from ...core.tree import leaves as tensors_of
+from ...linalg.pair import Factors, Pair, truncate_pair
+
+Leaves = dict[str, dict[str, Tensor]]
+"""What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
+
+Penalty = Callable[[Leaves], Tensor]
+
+_RANK = ("/a", 0), ("/b", 1)
+"""The dimension of each factor of a :class:`~fedlowrank.linalg.pair.Pair` that is the rank."""
+
+
+@tree
+class Scaling:
+    """The scale s of a client's update by its rank: ``scale · (rank0 / r)^power``.
+
+    Attributes:
+        scale: s at rank0.
+        rank0: the rank that the adapter's configuration names.
+        power: 0 for equal scales; 1 for α/r and 1/2 for α/√r with one α.
+    """
+
+    scale: float
+    rank0: int
+    power: float
+
+    def at(self, rank: int) -> float:
+        """The scale s of a client of that rank."""
+        return self.scale * float((self.rank0 / rank) ** self.power)
+
+
+@tree
+class Message:
+    """What travels: factors, and where they are shared the parameters that are trained whole."""
+
+    factors: PackedFactors
+    rest: Params
+
+
+@dataclass(frozen=True)
+class Tuning(CheckedFields):
+    """How LoRA clients train and what they send.
+
+    Attributes:
+        rank: of clients that do not bring one. A rank above what a layer can have is lowered, with a warning:
+            to the largest that a layer of the model can have, so that the scale α/r is that of the lowered
+            rank; and in layers that can have less to min(d, k), under the same scale.
+        scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α,
+            so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
+        head: what is trained beside the factors, a classification head say: shared, averaged by examples;
+            personal, kept by each client; frozen, at its initial values.
+        wire: the form in which factors travel: float32 (as they are), bfloat16 or int8.
+    """
+
+    section = "tuning"
+
+    rank: int = 8
+    scaling: Literal["equal", "alpha"] = "equal"
+    head: Literal["shared", "personal", "frozen"] = "shared"
+    wire: Wire = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", check_minimum("tuning.rank", self.rank, 1))
+
+    def rank_of(self, client: ClientInfo, largest: int) -> int:
+        """Rank of a client's factors.
+
+        Args:
+            client: whose.
+            largest: that a layer of its model can have (:attr:`LoRA.largest_rank`); a rank above it counts as
+                it. A layer that can have less has fewer components, under the same scale.
+        """
+        return min(self.rank if client.rank is None else client.rank, largest)
+
+    def remarks(self, task: Task, method: str) -> list[str]:
+        """Ranks that are above what a layer can have."""
+        shapes = lora_of(task.common_model(method)).shapes
+        asked = {self.rank if c.rank is None else c.rank for c in task.clients}
+        return [t for r in sorted(asked) for t in describe_lowered_ranks(dict.fromkeys(shapes, r), shapes)]
+
+    def ranks(self, task: Task, method: str) -> list[int]:
+        """The rank of every client; warns of those that are above what a layer can have.
+
+        Raises:
+            TaskError: if models differ.
+        """
+        lora = lora_of(task.common_model(method))
+        for remark in self.remarks(task, method):
+            warn_user(f"{method}: {remark}", LoweredRankWarning)
+        return [self.rank_of(client, lora.largest_rank) for client in task.clients]
+
+    def equal_rank(self, task: Task, method: str) -> int:
+        """The one rank of all clients.
+
+        Raises:
+            TaskError: if ranks differ.
+        """
+        found = self.ranks(task, method)
+        if len(set(found)) > 1:
+            other = next(i for i, r in enumerate(found) if r != found[0])
+            raise TaskError(
+                f"{method} averages factors entry by entry, so all clients need one rank, but client "
+                f"{task.clients[0].id} has {found[0]} and client {task.clients[other].id} has "
+                f"{found[other]}. Give all the same rank, or choose a method for unequal ranks: fedhl, "
+                "hetlora, flexlora or flora."
+            )
+        return found[0]
+
+    def scaling_of(self, lora: LoRA) -> Scaling:
+        """The scale of each rank under a model's configuration."""
+        power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
+        own = min(self.rank, lora.largest_rank) if lora.rank is None else lora.rank
+        return Scaling(lora.scale, own, power)
+
+    def scale(self, view: ClientView, rank: int | None = None) -> float:
+        """The scale s of a client's update, at its own rank or at another one."""
+        lora = lora_of(view.model)
+        own = self.rank_of(view.info, lora.largest_rank) if rank is None else rank
+        return self.scaling_of(lora).at(own)
+
+    def scale_of(self, task: Task, client: ClientInfo) -> float:
+        """The scale s of a client's update at its own rank."""
+        lora = lora_of(task.model(client))
+        return self.scaling_of(lora).at(self.rank_of(client, lora.largest_rank))
+
+    def personal_rest(self, leaves: Leaves) -> Params:
+        """What a client keeps of its trained leaves: a personal rest."""
+        return leaves["rest"] if self.head == "personal" else {}
+
+    def shared_rest(self, model: Model) -> Params:
+        """What is trained whole and lies with the server."""
+        return parameters_beside_factors(model) if self.head == "shared" else {}
+
+    def own_rest(self, model: Model) -> Params:
+        """What is trained whole and lies with each client."""
+        return parameters_beside_factors(model) if self.head == "personal" else {}
+
+    def message(self, factors: Factors, rest: Params) -> Message:
+        """Factors and rest as they travel; a personal rest does not."""
+        return Message(pack_factors(factors, self.wire), rest if self.head == "shared" else {})
+
+
+def rank_of_factors(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
+    """The rank of a client's factors: that of its widest layer, for others may have less."""
+    return max(pair.b.shape[1] for pair in factors.values())
+
+
+def initial_factors(task: Task, rank: int) -> Factors:
+    """Initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
+    model = next(iter(task.architectures.values()))
+    return lora_of(model).initial_factors(rank, task.key / "lora")
+
+
+def scale_factors(factors: Factors, scale: float) -> Factors:
+    """Factors of ``scale`` times the product. B is scaled, and A keeps its initial size."""
+    return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
+
+
+def truncate_factors(factors: Factors, rank: int) -> Factors:
+    """The first columns of every B and rows of every A."""
+    return {n: truncate_pair(p, rank) for n, p in factors.items()}
+
+
+def leaves_of(factors: Factors, rest: Params) -> Leaves:
+    """Factors and rest as they are trained."""
+    return {
+        "a": {n: p.a for n, p in factors.items()},
+        "b": {n: p.b for n, p in factors.items()},
+        "rest": rest,
+    }
+
+
+def factors_of(leaves: Leaves) -> Factors:
+    """The factors among trained leaves."""
+    return {n: Pair(b, leaves["a"][n]) for n, b in leaves["b"].items()}
+
+
+def model_parameters(
+    model: Model, leaves: Leaves, scale: float | Tensor, frozen: Factors, moved: Params
+) -> Params:
+    """The parameters of a client's model.
+
+    Args:
+        model: its architecture.
+        leaves: factors and rest.
+        scale: s.
+        frozen: a second adapter that is not trained, of scale 1; may be empty.
+        moved: weights of the base that are no longer the initial ones; may be empty.
+    """
+    return lora_of(model).insert_factors(factors_of(leaves), scale, frozen, moved) | leaves["rest"]
+
+
+def train_leaves(
+    view: ClientView,
+    start: Leaves,
+    scale: float,
+    optimizer: Optimizer,
+    *,
+    fixed: Leaves | None = None,
+    frozen: Factors | None = None,
+    moved: Params | None = None,
+    penalty: Penalty | None = None,
+) -> Leaves:
+    """Train some leaves by the pass ``local``.
+
+    Args:
+        view: the client's.
+        start: what is trained.
+        scale: s.
+        optimizer: of the pass.
+        fixed: leaves that are not trained.
+        frozen: see :func:`model_parameters`.
+        moved: see :func:`model_parameters`.
+        penalty: added to the loss, a function of the trained leaves.
+
+    Returns:
+        The trained leaves.
+
+    Raises:
+        TaskError: if no factor changed although the learning rate is not 0: no gradient reaches them.
+    """
+    model, held, more = view.model, fixed or {}, frozen or {}
+    # a scale of its own differs between clients, which are to be trained together all the same
+    own = (
+        None
+        if scale == lora_of(model).scale
+        else next(iter(start["b"].values())).new_tensor(scale, dtype=torch.float64)
+    )
+
+    def loss(
+        leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None
+    ) -> Tensor:
+        params = model_parameters(
+            model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved
+        )
+        value = task_loss(model.apply(params, batch.x), batch)
+        return value if penalty is None else value + penalty(leaves)
+
+    ranks = PaddedDimensions(
+        {"/a": 0, "/b": 1},
+        {"/0/a": 0, "/0/b": 1} | {join_path("/1", n) + f: i for n in more for f, i in _RANK},
+    )
+    given = held, more, moved or {}, own
+    end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
+    paths = [path for path, _ in tensors_of(start)]
+    rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
+    if any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))) and not _any_changed(
+        lora_of(model), start, end
+    ):
+        raise TaskError(
+            f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
+            "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
+        )
+    return end
+
+
+def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
+    """Whether one of the factors that are zero at the start changed, or none is zero.
+
+    The other factor tells nothing, for weight decay moves it without a gradient; and a large factor may stay what
+    it is because a step is below its rounding.
+    """
+    first = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
+    zero = [(f, name) for f, name in first if name in start.get(f, {}) and not start[f][name].any()]
+    return not zero or any(not torch.equal(start[f][name], end[f][name]) for f, name in zero)
+
+
+def read_factors(message: Message) -> Factors:
+    """The factors of a message."""
+    return unpack_factors(message.factors)

@@ -1,0 +1,1 @@
+"""Statistics of batch normalization, and buffers of clients."""

@@ -1,0 +1,74 @@
+"""Which data the statistics of batch normalizations are of, where a client infers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from ...core.errors import naming
+from ...core.tree import Params
+from .normalization import FunctionalModule
+from .pooled_statistics import Chunks
+
+KEPT = 8
+"""Models whose statistics are kept: as many as a method compares, such as those of its clusters."""
+
+
+class LocalStatistics:
+    """Statistics of one client's training data under the parameters that it infers by.
+
+    Args:
+        chunks: inputs of the data.
+        whose: the client, for errors.
+    """
+
+    def __init__(self, chunks: Chunks, whose: str = "") -> None:
+        self._chunks, self._whose = chunks, whose
+        self._known: list[tuple[FunctionalModule, Params, Params]] = []
+
+    def complete(self, code: FunctionalModule, params: Params, buffers: Params) -> Params:
+        """The parameters with their statistics.
+
+        Args:
+            code: of the model.
+            params: of the model.
+            buffers: the client's own, by name; left as they are.
+        """
+        for of, known, statistics in self._known:
+            if (
+                of is code
+                and known.keys() == params.keys()
+                and all(_is_same(known[n], params[n]) for n in known)
+            ):
+                return params | statistics
+        copies = {n: b.clone() for n, b in buffers.items()}
+        with naming(self._whose):
+            statistics = code.statistics(params | copies, self._chunks)
+        self._known = [*self._known[1 - KEPT :], (code, params, statistics)]
+        return params | statistics
+
+
+_OF_TOTALS: ContextVar[LocalStatistics | None] = ContextVar("statistics of totals", default=None)
+
+
+@contextlib.contextmanager
+def infer_by(chunks: Chunks, whose: str = "") -> Iterator[None]:
+    """Within this block every model normalizes by the statistics of these data, as where a client infers."""
+    token = _OF_TOTALS.set(LocalStatistics(chunks, whose))
+    try:
+        yield
+    finally:
+        _OF_TOTALS.reset(token)
+
+
+def current_statistics() -> LocalStatistics | None:
+    """Those of the block :func:`infer_by`, or None outside of it."""
+    return _OF_TOTALS.get()
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and torch.equal(a, b))

@@ -1,0 +1,259 @@
+"""Batch normalization without running statistics: by the batch in training, by local data at inference.
+
+Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself.
+Where it infers, the statistics are those that its own training data give under the very parameters it infers
+by: nothing to keep in a state, nothing that is out of date, and the same in every engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import SingleValueError, TaskError
+from ...core.tree import Params
+from ..complex_parameters import complex_names, with_complex
+from ..standard import HOOKS
+from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots
+from .pooled_statistics import Chunks, pooled_statistics, single_value
+
+_BATCH = nn.modules.batchnorm._BatchNorm
+_NAME = re.compile(r"Norm(\dd)?$")
+_INSTANCE = nn.modules.instancenorm._InstanceNorm
+
+
+class FunctionalModule:
+    """A module as a function of parameters, and of statistics where they are among the parameters.
+
+    The module itself is called, so its hooks run and attributes that the user sets later count.
+
+    Args:
+        module: left as it is, but for what its own ``forward`` changes.
+        without: dotted name of a submodule that passes its input on instead, such as the head. It stays in
+            place: ``forward`` may read its attributes. Its hooks do not run.
+        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
+            alone.
+        backward_slots: the module's slots before a backward pass, shared by all that call the same module.
+        running: whether batch normalizations use and change their running statistics as in PyTorch, like any
+            other buffer.
+
+    Attributes:
+        names: of the running statistics, as in ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        without: str | None = None,
+        frozen: frozenset[nn.Module] = frozenset(),
+        backward_slots: SavedSlots | None = None,
+        running: bool = False,
+    ) -> None:
+        self._module = module
+        self._stateless = Stateless(module)
+        self._coupling = {
+            n: m
+            for n, m in module.named_modules()
+            if isinstance(m, _BATCH) and m not in frozen and not is_within(n, without)
+        }
+        self._layers = {n: m for n, m in self._coupling.items() if _has_statistics(m) and not running}
+        self._untracked = {n: m for n, m in self._coupling.items() if not _has_statistics(m)}
+        self.names = tuple(s for n in self._layers for s in _statistics_of(n))
+        self._aliases = _aliases(module)
+        self._complex = complex_names(module)
+        # the module itself: its __dict__ would be another object after pickling
+        self._skipped = None if without is None else module.get_submodule(without)
+        self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
+
+    def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
+        """Scores of inputs; a dict of inputs is passed as keyword arguments.
+
+        Args:
+            params: parameters, and statistics of batch normalizations or none.
+            x: inputs.
+            buffers: further buffers by name; replaced by what ``forward`` makes of them.
+        """
+        self.release()
+        saved: SavedSlots = []
+        given = {**self._with_aliases(params), **(buffers or {})}
+        args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
+        try:
+            self._install(given, saved)
+            out: Any = self._module(*args, **kwargs)
+            if buffers is not None:
+                for name in buffers:
+                    buffers[name] = self._stateless.current(name)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise SingleValueError(
+                self.layer_with_single_value(params, x) or type(self._module).__name__
+            ) from error
+        finally:
+            restore_slots(saved)
+        # Hugging Face's models return their scores as an attribute
+        scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+        if not isinstance(scores, Tensor):
+            raise TaskError(
+                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return "
+                "one tensor of scores [b, classes]. Wrap it in a module whose forward returns that entry."
+            )
+        return scores
+
+    def keep_for_backward(self, scores: Tensor, params: Params) -> None:
+        """Let a backward pass find the parameters of this forward pass in the module again.
+
+        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the
+        module holds its own parameters again, so the gradient would silently be that of another model. They
+        are installed once more when the gradient reaches these scores, and stay until :meth:`release`.
+        """
+        if scores.requires_grad and scores.grad_fn is not None:
+
+            def install(_: Tensor) -> None:
+                self.release()
+                self._install(self._with_aliases(params), self._backward_slots)
+
+            scores.register_hook(install)
+
+    def release(self) -> None:
+        """Give the module its own tensors back after a backward pass."""
+        restore_slots(self._backward_slots)
+
+    def _with_aliases(self, params: Params) -> Params:
+        params = with_complex(params, self._complex) if self._complex else params
+        tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
+        return params | tied if tied else params
+
+    def _install(self, params: Params, saved: SavedSlots) -> None:
+        """Exchange tensors, the head, and the mode of batch normalizations."""
+        by_batch = bool(self.names) and self.names[0] not in params
+        for layer in self._layers.values():
+            # by the batch, and without a change to the running statistics; or by the statistics that are
+            # given
+            for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
+                saved.append((layer.__dict__, flag, layer.__dict__[flag]))
+                layer.__dict__[flag] = value
+        if self._skipped is not None:
+            table = self._skipped.__dict__
+            exchanged: dict[str, Any] = {"forward": _pass_on, **{hooks: OrderedDict() for hooks in HOOKS}}
+            for name, own in exchanged.items():
+                saved.append((table, name, table.get(name, ABSENT)))
+                table[name] = own
+        self._stateless.install(params, saved)
+
+    def neutral(self) -> Params:
+        """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch.
+
+        Those of normalizations without running statistics are included.
+        """
+        like = next(self._module.parameters(), torch.zeros(()))
+        found = {n: torch.zeros_like(self._stateless.current(n)) for n in self.names}
+        for name, layer in self._untracked.items():
+            own = like if layer.weight is None else layer.weight
+            for n in _statistics_of(name):
+                found[n] = torch.zeros(layer.num_features, dtype=own.dtype, device=own.device)
+        return {n: t + 1 if n.endswith("running_var") else t for n, t in found.items()}
+
+    def statistics(self, params: Params, chunks: Chunks) -> Params:
+        """Running statistics of data under these parameters; see :mod:`.pooled_statistics`.
+
+        Args:
+            params: of the module.
+            chunks: of the data; neither their sizes nor the order of examples matter.
+
+        Raises:
+            SingleValueError: if a layer sees one value of each channel, which has no variance.
+        """
+        saved: SavedSlots = []
+        try:
+            self._stateless.install(self._with_aliases(params), saved)
+            found = pooled_statistics(self._module, self._layers | self._untracked, chunks)
+        finally:
+            restore_slots(saved)
+        made = self.neutral()
+        for name in self._layers.keys() & found.keys():
+            for n, t in zip(_statistics_of(name), found[name], strict=True):
+                made[n] = t.to(made[n])
+        return {n: made[n] for n in self.names}
+
+    def layer_with_single_value(self, params: Params, x: Any) -> str | None:
+        """Name of the first batch normalization for which these inputs are one value of each channel."""
+        saved: SavedSlots = []
+        try:
+            self._stateless.install(self._with_aliases(params), saved)
+            return single_value(self._module, self._coupling, x)
+        finally:
+            restore_slots(saved)
+
+
+def refuse_instance_statistics(name: str, module: nn.Module) -> None:
+    """Raise TaskError if an InstanceNorm keeps running statistics, which have no owner."""
+    for layer, m in module.named_modules():
+        if isinstance(m, _INSTANCE) and m.track_running_stats:
+            raise TaskError(
+                f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a "
+                "federation. Set track_running_stats=False, or use GroupNorm."
+            )
+
+
+def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
+    """Batch normalizations that the module's own ``train`` keeps in evaluation mode."""
+    module.train()
+    frozen = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
+    module.eval()
+    return frozen
+
+
+def batch_normalizations(module: nn.Module) -> dict[str, nn.Module]:
+    """Batch normalizations of a module by name, those that it keeps in evaluation mode included."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, _BATCH)}
+
+
+def normalization_parameters(module: nn.Module, layers: Literal["batch", "all"] = "all") -> set[str]:
+    """Names of the scales and shifts of a module's normalization layers.
+
+    Args:
+        module: of which the names are, as in ``named_parameters``.
+        layers: batch normalizations, those of PyTorch and subclasses of them; or also all other normalization
+            layers of PyTorch, and classes named ``...Norm``.
+    """
+    own = {
+        id(p)
+        for m in module.modules()
+        if isinstance(m, _BATCH)
+        or (layers == "all" and any(_NAME.search(c.__name__) for c in type(m).__mro__))
+        for p in m.parameters(recurse=False)
+    }
+    return {n for n, p in module.named_parameters() if id(p) in own}
+
+
+def zero_normalizations(params: Params, module: nn.Module) -> Params:
+    """Parameters of a module, with zero for the scales and shifts of its normalization layers."""
+    names = normalization_parameters(module)
+    return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
+
+
+def _statistics_of(layer: str) -> tuple[str, str]:
+    """Names of the running statistics of a layer."""
+    return f"{layer}.running_mean".lstrip("."), f"{layer}.running_var".lstrip(".")
+
+
+def _pass_on(x: Any) -> Any:
+    return x
+
+
+def _has_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, _BATCH) and layer.running_mean is not None
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of a parameter that several layers hold, its further names, one a layer, by the first."""
+    found: dict[int, list[str]] = {}
+    for name, layer in module.named_modules():
+        for own, p in layer.named_parameters(recurse=False):
+            found.setdefault(id(p), []).append(f"{name}.{own}".lstrip("."))
+    return {first: tuple(more) for first, *more in found.values() if more}

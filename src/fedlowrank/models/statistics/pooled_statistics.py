@@ -1,0 +1,161 @@
+"""Statistics of batch normalizations over all examples of a client, found from chunks of them.
+
+The definition is one forward pass over all examples as a single batch, in training mode: a layer's mean and
+unbiased variance are those of all its inputs, and a deeper layer's inputs are those that the layers before it
+have normalized by all examples. It depends neither on the order of the examples nor on the size of chunks.
+
+The moments of chunks are pooled exactly (Chan, Golub, LeVeque, 1979), in float64. What a chunk gives a deeper
+layer is known only once the layers before it are, so data of several chunks take one sweep for each call of a
+batch normalization; data of one chunk take a single sweep.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import SingleValueError
+from ..stateless import exchange_slots
+
+Chunks = Callable[[], Iterable[Any]]
+"""The inputs of a client's training data, a few at a time."""
+
+Call = tuple[str, int]
+"""A layer's name, and how often the forward pass has called it before."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of a normalization's inputs, in float64.
+
+    Attributes:
+        count: values of each channel.
+        mean: of each channel ``[d]``.
+        squares: sums of squared deviations from the mean ``[d]``.
+    """
+
+    count: int
+    mean: Tensor
+    squares: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Moments:
+        """Those of inputs ``[b, d, ...]``."""
+        x = x if x.dtype == torch.float64 else x.float()
+        variance, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
+        count = x.numel() // max(1, x.shape[1])
+        return Moments(count, mean.double(), variance.double() * count)
+
+    def pooled_with(self, other: Moments) -> Moments:
+        """Those of the inputs of both."""
+        count, difference = self.count + other.count, other.mean - self.mean
+        mean = self.mean + difference * (other.count / count)
+        squares = self.squares + other.squares + difference.square() * (self.count * other.count / count)
+        return Moments(count, mean, squares)
+
+
+def pooled_statistics(
+    module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean and unbiased variance of each layer's inputs, for all examples as a single batch.
+
+    A layer that is called several times has the mean over its calls, as PyTorch's running statistics without
+    momentum.
+
+    Args:
+        module: in evaluation mode, with the parameters that count.
+        layers: its batch normalizations by name, those without running statistics included.
+        chunks: of the data.
+
+    Returns:
+        Of each layer that the forward pass calls, mean and variance ``[d]`` in float64.
+
+    Raises:
+        SingleValueError: if a layer sees one value of each channel, which has no variance.
+    """
+    calls: dict[str, list[Moments]] = {}
+    for (name, _), moments in _all_calls(module, layers, chunks).items():
+        if moments.count < 2:
+            raise SingleValueError(name)
+        calls.setdefault(name, []).append(moments)
+    return {
+        name: (
+            torch.stack([m.mean for m in of]).mean(0),
+            torch.stack([m.squares / (m.count - 1) for m in of]).mean(0),
+        )
+        for name, of in calls.items()
+    }
+
+
+def single_value(module: nn.Module, layers: Mapping[str, nn.Module], x: Any) -> str | None:
+    """Name of the first layer for which these inputs are one value of each channel, or None.
+
+    Args:
+        module: in evaluation mode.
+        layers: its batch normalizations by name.
+        x: inputs.
+    """
+    calls = _all_calls(module, layers, lambda: [x])
+    return next((name for (name, _), moments in calls.items() if moments.count < 2), None)
+
+
+def _all_calls(module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks) -> dict[Call, Moments]:
+    """The moments of all calls of the layers, in their order."""
+    own = [
+        (table, name, value)
+        for layer in layers.values()
+        for table, name, value in (
+            (layer.__dict__, "training", False),
+            *((layer._buffers, n, layer._buffers[n]) for n in ("running_mean", "running_var")),
+        )
+    ]
+    known: dict[Call, Moments] = {}
+    with exchange_slots(own), torch.no_grad():
+        while True:
+            pending, count = _sweep(module, layers, chunks, known)
+            # what a later call sees is right only once all calls before it are known
+            done = dict(list(pending.items())[: None if count == 1 else 1])
+            known |= done
+            if len(done) == len(pending):
+                return known
+
+
+def _sweep(
+    module: nn.Module, layers: Mapping[str, nn.Module], chunks: Chunks, known: Mapping[Call, Moments]
+) -> tuple[dict[Call, Moments], int]:
+    """The moments of all calls that are not known yet, in the order of calls, and the number of chunks."""
+    pending: dict[Call, Moments] = {}
+    calls: Counter[str] = Counter()
+
+    def normalize_by_moments(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        call, x = (name, calls[name]), args[0] if args else kwargs["input"]
+        calls[name] += 1
+        moments = known.get(call)
+        if moments is None:
+            moments = Moments.of(x)
+            pending[call] = pending[call].pooled_with(moments) if call in pending else moments
+        like: Any = x if layer.weight is None else layer.weight
+        layer._buffers["running_mean"] = moments.mean.to(like)
+        layer._buffers["running_var"] = (moments.squares / moments.count).to(like)
+
+    # before there are hooks: how data are cut may depend on what the module is
+    count, inputs = 0, iter(chunks())
+    hooks = [
+        layer.register_forward_pre_hook(partial(normalize_by_moments, name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    try:
+        for x in inputs:
+            count += 1
+            calls.clear()
+            _ = module(**x) if isinstance(x, dict) else module(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return pending, count

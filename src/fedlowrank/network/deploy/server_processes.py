@@ -1,0 +1,286 @@
+"""The SuperLink of the server and the SuperNode of a client.
+
+Flower's commands are called for their JSON output; nothing here imports Flower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import secrets
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from ...core.io.atomic_files import write_atomically, write_json
+from . import guard
+from .flower_app import Value, as_toml
+from .flower_process import FlowerProcess, ProcessError, free_port, listen
+from .in_use import listen_error
+from .keys import ClientKeys, ServerKeys
+
+WORKING = "working"
+"""A file in a node's home while it answers a message."""
+_CONNECTION = "federation"
+_ANSWER_SECONDS = 120
+
+
+class RunStatus(NamedTuple):
+    """The status of a run, such as running or finished:failed, and its reason in Flower's words."""
+
+    status: str
+    details: str
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is over."""
+        return self.status.startswith("finished")
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the run ended without an error."""
+        return self.status == "finished:completed"
+
+
+class SuperLink(FlowerProcess):
+    """The server's process, which clients connect to. As a context manager it is started and closed.
+
+    Its clients, runs and pending messages are stored in its home, so that it can be restarted. Calls other
+    than clients' need a token that only this object and its subprocesses have; see :mod:`.guard`.
+
+    Args:
+        home: its folder.
+        keys: for TLS and registered clients only; None for trials on one machine: everyone may join, and
+            everything is readable.
+        host: address to listen on; ``0.0.0.0`` for all of this machine's.
+        port: to listen on, or None for a free one.
+        variables: for its environment and the ServerApp's.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        keys: ServerKeys | None,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.keys = keys
+        self.host = host
+        self.port = free_port(host) if port is None else port
+        # where a process of this machine reaches it
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        address = f"[{near}]:{self.port}" if ":" in near else f"{near}:{self.port}"
+        super().__init__(home, "superlink", address, variables)
+        # only its subprocesses get it
+        self.variables[guard.TOKEN] = secrets.token_hex(32)
+        self._database = self.home / "superlink.db"
+        self._registered = self.home / "registered.json"
+        self._keys_changed = 0
+        if keys is not None:
+            self.variables[guard.CLIENT_KEYS] = str(keys.authority.absolute().parent / "clients")
+            self.variables[guard.CLIENT_NODES] = str(self._registered)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, seconds: float = 60.0) -> None:
+        """Start it and wait until it answers, at most so many seconds.
+
+        Raises:
+            ProcessError: if it does not start, or its port is in use.
+            CheckpointError: if its home cannot be written.
+        """
+        self._prepare()
+        try:
+            # the system frees the port of a killed process a moment later
+            listen(self.host, self.port, 20.0 if self.ended_orphans else 0.0).close()
+        except OSError as error:
+            raise listen_error(self.host, self.port, error) from error
+        if not self._database.exists():
+            self._registered.unlink(missing_ok=True)
+        security: dict[str, Value] = {"insecure": True}
+        command = [*guard.command("flower-superlink"), "--database", str(self._database)]
+        command += ["--host", self.host, "--port", str(self.port)]
+        if self.keys is None:
+            command += ["--insecure"]
+        else:
+            security = {"root-certificates": str(self.keys.authority)}
+            command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(self.keys.authority)]
+            command += ["--ssl-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.key)]
+        # where Flower's commands look for it
+        connection = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
+        write_atomically(self.home / "config.toml", connection.encode())
+        self._launch(command)
+        self._await(self._answers, "it answered", seconds)
+
+    def register(self, public_key: Path) -> int:
+        """Register a client by the file of its public key, if it is not registered yet.
+
+        Returns:
+            Flower's number of the client.
+
+        Raises:
+            ProcessError: if Flower refuses.
+        """
+        key, known = public_key.read_text().strip(), self._known_keys()
+        if key not in known:
+            known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
+            write_json(self._registered, known)
+        return known[key]
+
+    def keep_only(self, public_keys: Iterable[Path]) -> list[str]:
+        """Unregister all clients but those with these public keys; returns the keys of the others."""
+        known, stay = self._known_keys(), set()
+        for path in public_keys:
+            # one that is revoked meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                stay.add(path.read_text().strip())
+        forgotten = sorted(known.keys() - stay)
+        for key in forgotten:
+            self._flwr("supernode", "unregister", str(known.pop(key)))
+            write_json(self._registered, known)
+        return forgotten
+
+    def unregister_revoked(self) -> list[str]:
+        """Unregister the clients whose public keys were taken away since the last look; returns these keys.
+
+        The guard refuses them from the moment of the revocation on. This makes rounds not wait for them.
+        """
+        if self.keys is None:
+            return []
+        changed = (self.keys.authority.parent / "clients").stat().st_mtime_ns
+        if changed == self._keys_changed:
+            return []
+        gone = self.keep_only(self.keys.clients.values())
+        self._keys_changed = changed
+        return gone
+
+    def _known_keys(self) -> dict[str, int]:
+        """Flower's number of every registered public key."""
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        return known
+
+    def submit(self, app: Path) -> int:
+        """Start a run of an app (:func:`.flower_app.write_app`); returns Flower's number of the run."""
+        return int(self._flwr("run", str(app.absolute()))["run-id"])
+
+    def status(self, run: int) -> RunStatus:
+        """The status of a run. It costs a second of processor time.
+
+        After a kill the SuperLink takes a run for running for about a minute; stop such a run.
+        """
+        fields = self._flwr("list", "--run-id", str(run))["runs"][0]
+        details = fields["status-details"]
+        return RunStatus(fields["status"], "" if details == "N/A" else details)
+
+    def stop(self, run: int) -> None:
+        """End a run; raises ProcessError if there is no such run or it has ended."""
+        self._flwr("stop", str(run))
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        """Call one of Flower's commands and return its JSON output."""
+        if not self.alive():
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
+        try:
+            done = subprocess.run(
+                [*guard.command("flwr"), *arguments, _CONNECTION, "--format", "json"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=self.variables,
+                timeout=_ANSWER_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            output = (done.stdout + done.stderr).strip()[-2000:]
+            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {output}") from None
+        if not answer.get("success"):
+            raise ProcessError(
+                f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}"
+            )
+        return answer
+
+    def _answers(self) -> bool:
+        """Whether it answers, with its guard."""
+        host, _, port = self.address.rpartition(":")
+        place = (host.strip("[]"), int(port))
+        connection = http.client.HTTPConnection(*place, timeout=5)
+        if self.keys is not None:
+            trusted = ssl.create_default_context(cafile=self.keys.authority)
+            connection = http.client.HTTPSConnection(*place, timeout=5, context=trusted)
+        try:
+            connection.request("GET", guard.PROBE, headers={guard.HEADER: self.variables[guard.TOKEN]})
+            status = connection.getresponse().status
+        except ssl.SSLCertVerificationError as error:
+            raise ProcessError(
+                f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one "
+                "with this host (`fedlowrank keys FOLDER --renew --host NAME`)."
+            ) from error
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        if status != 204:
+            raise ProcessError(
+                f"the SuperLink at {self.address} would let everyone register clients and start runs: its "
+                "guard is not installed, perhaps because this package does not know this release of Flower."
+            )
+        return True
+
+
+class SuperNode(FlowerProcess):
+    """A client's process: connects to the server and answers messages; see :mod:`.node`.
+
+    Args:
+        home: its folder.
+        address: of the server, such as ``fl.example.org:8000``.
+        folder: of the client, made by :func:`..client.prepare`.
+        keys: for TLS, and to prove the client's identity to the server; None for trials on one machine.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        address: str,
+        folder: Path,
+        keys: ClientKeys | None,
+    ) -> None:
+        super().__init__(home, "supernode", address)
+        self.folder = folder.absolute()
+        self.keys = keys
+
+    def start(self) -> None:
+        """Start it, maybe before the server: it connects when it can. Raises as :meth:`SuperLink.start`."""
+        self._prepare()
+        command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
+        command += ["--folder", str(self.folder), "--home", str(self.home)]
+        if self.keys is not None:
+            command += ["--authority", str(self.keys.authority), "--key", str(self.keys.key)]
+        self._launch(command)
+
+    def node_id(self) -> int | None:
+        """Its number at the server; None until it has connected."""
+        if self.pid is None:
+            return None
+        with self.log.open("rb") as file:
+            file.seek(self._begin)
+            match = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
+        return int(match[1]) if match else None
+
+    def is_working(self) -> bool:
+        """Whether it is answering a message now."""
+        return self.alive() and (self.home / WORKING).exists()

@@ -1,0 +1,164 @@
+"""``network.json`` in a run folder: what a server needs of its clients to go on with a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from ...core.errors import CheckpointError, ConfigError
+from ...core.io.atomic_files import as_checkpoint_error, write_json
+from ...storage import checkpoint
+from ...storage.digest import check_seal, seal
+from ...storage.lock import exclusive
+from ...storage.run_files import read_clients
+from ..operation.activity import LastReply, UpdateShape
+
+logger = logging.getLogger(__name__)
+
+ACCOUNT = "network.json"
+"""Name of the file."""
+
+REFUSALS = 100
+"""Refused replies that are listed, the last ones."""
+
+
+@dataclass
+class Account:
+    """What a server needs of its clients to go on with a run.
+
+    Attributes:
+        run: names the run to the clients.
+        clients: numbers of examples in train, val and test, by client.
+        refused: refused replies that count towards the blocklist, by client.
+        branch: how often the run went back to an earlier checkpoint; clients refuse orders of a smaller
+            number.
+        excluded: clients that an operator excluded, with the round to which the run went back then.
+        silent: missed orders in a row, by client.
+        updates: see :class:`..validation.norms.NormBound`.
+        refusals: round, client and reason of the last refused replies.
+        settings: the section ``network`` of the experiment.
+        long: whether each of a client's last updates was too long, see :class:`..validation.shortening.Strikes`.
+        replies: the last reply of each client.
+        seconds: see :class:`..operation.grace.Grace`.
+        shapes: length and direction of the updates of the last rounds, by round and client.
+        paused: what was said when the run paused; empty if it did not, or goes on.
+        watched_from: the round from which a fall of validation is looked for.
+    """
+
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    clients: dict[int, dict[str, int]] = field(default_factory=dict)
+    refused: dict[int, int] = field(default_factory=dict)
+    branch: int = 0
+    excluded: dict[int, int] = field(default_factory=dict)
+    silent: dict[int, int] = field(default_factory=dict)
+    updates: dict[int, dict[str, tuple[float | None, float]]] = field(default_factory=dict)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    long: dict[int, list[int]] = field(default_factory=dict)
+    replies: dict[int, LastReply] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    shapes: dict[int, dict[int, UpdateShape]] = field(default_factory=dict)
+    paused: str = ""
+    watched_from: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Account:
+        """Read the account of a run folder; raises CheckpointError if it is missing or damaged."""
+        path = folder / ACCOUNT
+        try:
+            with as_checkpoint_error(f"cannot read {path}"):
+                text = path.read_text()
+            check_seal(json.loads(text), path)
+            return _ADAPTER.validate_json(text, strict=True)
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+
+    def write(self, folder: Path) -> None:
+        """Write it, with its digest."""
+        self.refusals = self.refusals[-REFUSALS:]
+        write_json(folder / ACCOUNT, seal(dataclasses.asdict(self)))
+
+
+_ADAPTER = pydantic.TypeAdapter(Account)
+
+
+def prepare_resume(folder: Path, round: int | None, without: Collection[int]) -> bool:
+    """Prepare a run folder for ``fedlowrank resume RUN --round N --without CLIENT``.
+
+    Args:
+        folder: of the run.
+        round: rounds completed at the checkpoint to go back to; None for the last one.
+        without: clients to exclude.
+
+    Returns:
+        Whether this process can go on with the run; False if a server with remote clients must.
+
+    Raises:
+        ConfigError: if the clients of the run cannot be excluded.
+        CheckpointError: if the checkpoint is missing or a file is damaged; nothing has changed then.
+    """
+    if not (folder / ACCOUNT).exists():
+        if without:
+            raise ConfigError(
+                "--without excludes clients of a run over a network; the clients of this one are simulated"
+            )
+        if round is not None:
+            with exclusive(folder):
+                _restore_checkpoint(folder, round)
+        return True
+    with exclusive(folder):
+        _go_back(folder, round, without)
+    logger.info("the run stands after round %d", checkpoint.rounds_kept(folder / "checkpoint")[-1])
+    for client in sorted(without):
+        logger.info("client %d is excluded from now on", client)
+    # a simulation keeps the folders of its clients beside the run
+    if folder.with_name(f"{folder.name}.clients").exists():
+        return True
+    logger.info(
+        "start its server again to go on: fedlowrank serve FILE.toml --resume -o %s, with its keys", folder
+    )
+    return False
+
+
+def _go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
+    """Put a network run back to an earlier checkpoint, and exclude clients from then on."""
+    account = Account.read(folder)
+    kept = checkpoint.rounds_kept(folder / "checkpoint")
+    target = kept[-1] if round is None else round
+    clients = len(read_clients(folder))
+    for client in without:
+        if not 0 <= client < clients:
+            raise ConfigError(f"--without {client}: clients go from 0 to {clients - 1}")
+        account.excluded[client] = target
+    if len(account.excluded) >= clients:
+        raise ConfigError("--without leaves no client")
+    if target in kept[:-1]:
+        account.branch += 1
+        # the norms of rounds that are done again are measured again
+        account.updates = {t: norms for t, norms in account.updates.items() if t < target}
+        account.shapes = {t: shapes for t, shapes in account.shapes.items() if t <= target}
+        if account.watched_from > target:
+            account.watched_from = 0
+    # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
+    if target in kept:
+        account.write(folder)
+    _restore_checkpoint(folder, target)
+
+
+def _restore_checkpoint(folder: Path, round: int) -> None:
+    """Put the checkpoint of a run back to an earlier round."""
+    checkpoint.go_back(folder / "checkpoint", round)
+    best = folder / "best"
+    if checkpoint.exists(best) and checkpoint.rounds_kept(best)[-1] > round:
+        # of a round that will be done again
+        with as_checkpoint_error(f"cannot remove {best}"):
+            shutil.rmtree(best)

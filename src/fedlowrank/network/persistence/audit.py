@@ -1,0 +1,70 @@
+"""The server's audit log: one line of JSON for every registration, rejection and reply.
+
+RUN.audit.jsonl, beside the run folder, is only appended to, also by ``serve --resume``. Every line has
+``time`` (UTC) and ``event``:
+
+- ``registered``: client, examples
+- ``rejected``: client (of the key; null without keys), why
+- ``reply``: client, round (from 1), bytes, digest (BLAKE2b of the upload, 16 bytes), accepted, why
+- ``denied``: client, call, why; a call of a registered client that the server's process refused, such as a
+  message in the name of another client; the same one at most once a minute
+- ``shortened``: client, round, length (in usual norms), kept (the share of its length that is used)
+- ``paused``: round, why
+- ``refused``: client, round, why; also of a reply that was accepted at first, but whose norm is an outlier
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.io.atomic_files import append_event
+from ..messages import one_line
+from ..transport import Response
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Appends events to a file.
+
+    Attributes:
+        path: of the file, or None to keep no log.
+    """
+
+    path: Path | None = None
+
+    def registered(self, client: int, examples: int) -> None:
+        """Log the registration of a client."""
+        append_event(self.path, "registered", client=client, examples=examples)
+
+    def rejected(self, client: int | None, why: str) -> None:
+        """Log the rejection of a node, whose key is a client's if keys are checked."""
+        append_event(self.path, "rejected", client=client, why=one_line(why, 1000))
+
+    def reply(self, response: Response, client: int, round: int, why: str | None) -> None:
+        """Log a reply, with the reason if it was not used; ``round`` counts completed rounds."""
+        size = len(response.header) + len(response.payload)
+        digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
+        found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
+        append_event(self.path, "reply", **found, accepted=why is None, why=one_line(why or "", 1000))
+
+    def refused(self, client: int, round: int, why: str) -> None:
+        """Log that a reply is not used; ``round`` counts completed rounds."""
+        append_event(self.path, "refused", client=client, round=round + 1, why=one_line(why, 1000))
+
+    def shortened(self, client: int, round: int, length: float, kept: float) -> None:
+        """Log that an update is shortened; ``round`` counts completed rounds."""
+        append_event(
+            self.path, "shortened", client=client, round=round + 1, length=digits(length), kept=digits(kept)
+        )
+
+    def paused(self, round: int, why: str) -> None:
+        """Log that the run pauses after so many rounds."""
+        append_event(self.path, "paused", round=round, why=one_line(why, 2000))
+
+
+def digits(number: float) -> float:
+    """A number to four digits."""
+    return float(f"{number:.4g}")

@@ -1,0 +1,402 @@
+"""Parts that figures share: lines, axes with their limits and ticks, legend entries, words of captions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis, XAxis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation, Transform
+from numpy.typing import NDArray
+
+from ..statistics.groups import RunGroup
+from ..statistics.measures import Measure
+from ..tables.number_formats import format_si, format_tick, join_words, on_one_line
+from .style import Picture, Style, Styles, Tip, add_legend, drawing, new_figure
+
+Bounds = tuple[float, float]
+Rounds = TypeVar("Rounds", pd.DataFrame, pd.Series)
+UNBOUNDED: Bounds = (-math.inf, math.inf)
+NON_NEGATIVE: Bounds = (0.0, math.inf)
+
+LOG_FROM = 20  # ratio of the largest to the smallest positive value from which an axis is logarithmic
+DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic
+# Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
+LINES = 14
+POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
+TICK = 0.1  # least distance of two labels on an axis of values, as a part of the axis
+MARGIN = 0.12  # beside the values of an axis, as a part of their range: markers stand some points aside
+TIPS = 40  # most points of a line that show their value under the pointer
+THIN = 1.0  # width of the line of a further series of a method, in points
+
+
+class Line(NamedTuple):
+    """A line in a figure."""
+
+    group: RunGroup
+    label: str  # in the legend
+    table: pd.DataFrame  # columns ``mean`` and ``ci``, indexed by round
+    place: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
+    series: str | None = None
+    unseen: bool = False  # whether it is about the clients that never train
+    seeds: Sequence[pd.Series] = ()  # by round, thin lines instead of a band where results are bimodal
+
+
+def choose_lines(
+    groups: Sequence[RunGroup], measure: Measure, most: int = LINES, *, unseen: bool = False
+) -> list[Line]:
+    """The headline of every evaluated group, each followed by its further series unless those are too many.
+
+    With ``unseen``, the headline over the clients that never train follows, where there are any.
+    """
+    lines = []
+    for group in groups:
+        for place, name in enumerate(group.series):
+            label = f"{group.short}: {on_one_line(name)}" if place else group.short
+            seeds = group.seed_curves(name, measure) if not place else []
+            lines.append(Line(group, label, group.curve(name, measure), place, name, seeds=seeds))
+        if unseen:
+            curve, label = group.curve(measure=measure, unseen=True), f"{group.short}: unseen clients"
+            lines.append(Line(group, label, curve, len(group.series), group.headline, unseen=True))
+    lines = [line for line in lines if len(line.table)]
+    return lines if len(lines) <= most else [line for line in lines if not line.place]
+
+
+def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
+    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values."""
+    half = table["ci"].fillna(0.0)
+    return (table["mean"] - half).clip(*bounds), (table["mean"] + half).clip(*bounds)
+
+
+def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list[float]:
+    """Both ends of all intervals, for which an axis must have room."""
+    return [float(end) for table in tables for side in interval_ends(table, bounds) for end in side]
+
+
+def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
+    """Entry of a legend: line and marker of a style, or others instead."""
+    return Line2D(
+        [], [], color=style.color, linestyle=style.line if line is None else line, markersize=6,
+        marker=style.marker if marker is None else marker,
+    )  # fmt: skip
+
+
+def draw_lines(
+    axes: Axes, lines: Sequence[Line], styles: Styles, scale: float = 1.0, *, bounds: Bounds = NON_NEGATIVE,
+    x: str | None = None,
+) -> list[Line2D]:  # fmt: skip
+    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return legend entries.
+
+    A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
+    column for the horizontal axis instead of the rounds, and a thin line has no band.
+    """
+    entries = []
+    for line in lines:
+        style, table = styles[line.group.short].of_series(line.place), thin_out(line.table)
+        at = (table.index if x is None else table[x]).to_numpy(dtype=np.float64)
+        if not line.place and table["ci"].notna().any():
+            low, high = interval_ends(table, bounds)
+            if axes.get_yscale() == "log":
+                # A logarithmic axis has no place below zero.
+                low = np.maximum(low, axes.get_ylim()[0] / scale)
+            axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+        for seed in line.seeds if x is None else ():
+            axes.plot(seed.index, scale * seed, color=style.color, linewidth=0.8, alpha=0.6)
+        # One evaluation is a point: a line through it would show nothing.
+        entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
+        if line.place:
+            entry.set(linewidth=THIN, markerfacecolor="none")
+        axes.plot(
+            at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
+            dash_capstyle="butt", linewidth=entry.get_linewidth(),
+            markerfacecolor=entry.get_markerfacecolor(),
+        )  # fmt: skip
+        entries.append(entry)
+    return entries
+
+
+def make_tips(
+    axes: Axes, lines: Sequence[Line], form: Callable[[float], str], scale: float = 1.0, *,
+    x: str | None = None, form_x: Callable[[float], str] = "round {:g}".format,
+) -> tuple[Tip, ...]:  # fmt: skip
+    """Values of lines as drawn by :func:`draw_lines`; ``form`` and ``form_x`` write them."""
+    found = []
+    for line in lines:
+        table = thin_out(line.table, TIPS)
+        for at, mean in zip(table.index if x is None else table[x], table["mean"], strict=True):
+            found.append(Tip(axes, at, scale * mean, f"{line.label}, {form_x(at)}: {form(mean)}"))
+    return tuple(found)
+
+
+@drawing()
+def plot_lines(
+    lines: Sequence[Line], styles: Styles, set_axis: Callable[[Axes, list[float]], None], *, title: str,
+    subject: str, form: Callable[[float], str], head: str, tail: str = "", scale: float = 1.0,
+    bounds: Bounds = NON_NEGATIVE, height: float = 2.6,
+) -> Picture | None:  # fmt: skip
+    """A figure of lines against rounds; None without lines.
+
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what
+    is drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the
+    rest.
+    """
+    if not lines:
+        return None
+    figure, axes = new_figure(height)
+    ends = all_ends([line.table for line in lines if not line.place], bounds)
+    ends += [float(value) for line in lines for seed in line.seeds for value in seed if math.isfinite(value)]
+    set_axis(axes, ends)
+    entries = draw_lines(axes, lines, styles, scale, bounds=bounds)
+    axes.set_xlabel("round")
+    set_round_axis(axes.xaxis)
+    add_legend(figure, entries, [line.label for line in lines])
+    last = ", ".join(f"{line.label} {form(line.table['mean'].iloc[-1])}" for line in lines)
+    methods = count_methods(len({line.group.label for line in lines}))
+    return Picture(
+        figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
+        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}"
+        f"{note_modes(line.group for line in lines if line.seeds)}"
+        f"{note_points(lines)}",
+        tips=make_tips(axes, lines, form, scale),
+    )  # fmt: skip
+
+
+def plot_measure(
+    lines: Sequence[Line], styles: Styles, measure: Measure, *, head: str, tail: str = ""
+) -> Picture | None:  # fmt: skip
+    """A figure of accuracies or losses against rounds; None without lines."""
+    means = [mean for line in lines for mean in line.table["mean"]]
+    return plot_lines(
+        lines, styles, lambda axes, ends: set_measure_axis(axes.yaxis, measure, means, ends),
+        title=f"{measure.title} over rounds", subject=measure.noun, form=measure.format, head=head, tail=tail,
+        scale=measure.scale, bounds=measure.bounds, height=3.1,
+    )  # fmt: skip
+
+
+def draw_bars(
+    axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, place: float, size: float = 5.0
+) -> None:  # fmt: skip
+    """Draw means against the index with bars of their 95 % interval, ``place`` points aside.
+
+    Lines that are a few points on paper apart do not hide each other's bars.
+    """
+    low, high = interval_ends(table, measure.bounds)
+    bars = measure.scale * np.array([table["mean"] - low, high - table["mean"]])
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    aside: Transform = ScaledTranslation(place / 72, 0, figure.dpi_scale_trans)
+    x, y = table.index.to_numpy(), measure.scale * table["mean"].to_numpy()
+    axes.errorbar(
+        x, y, yerr=bars if bars.any() else None, color=style.color,
+        linestyle=style.line, marker=style.marker, markersize=size, capsize=2, elinewidth=1,
+        transform=axes.transData + aside,
+    )  # fmt: skip
+
+
+def is_wide_range(values: Sequence[float], factor: float) -> bool:
+    """Whether all values are positive and the largest is more than ``factor`` times the smallest."""
+    is_positive = bool(values) and all(value > 0 and math.isfinite(value) for value in values)
+    return is_positive and max(values) > factor * min(values)
+
+
+def set_measure_axis(
+    axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()
+) -> None:  # fmt: skip
+    """Label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
+
+    Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at
+    most one decade below the least mean, because it has no place for ends that are not positive.
+    """
+    axes = axis.axes
+    set_limits = axes.set_xlim if isinstance(axis, XAxis) else axes.set_ylim
+    axis.set_label_text(measure.axis_label)
+    low, high = min([*means, *ends]), max([*means, *ends])
+    if not measure.is_loss:
+        if not isinstance(axis, XAxis):
+            pad = max(1.0, 6 * (high - low))
+            set_limits(*clip_percent((100 * low - pad, 100 * high + pad)))
+            axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+    elif is_wide_range(means, DECADES):
+        axis.set_label_text(f"{measure.axis_label}, logarithmic")
+        low = max(low, min(means) / 10)
+        (axes.set_xscale if isinstance(axis, XAxis) else axes.set_yscale)("log")
+        pad = (high / low) ** 0.05
+        set_limits(low / pad, high * pad)
+        axis.set_major_locator(LogLocator(numticks=8))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        # A loss has no scale of its own: equal ones still need an axis.
+        pad = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+        set_limits(low - pad, high + pad)
+        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
+
+
+class Point(NamedTuple):
+    """A marker in a scatter chart: of a method or series, at ``x`` and ``mean``, ``size`` wide."""
+
+    label: str
+    style: Style
+    x: float
+    mean: float
+    size: float
+    opacity: float  # of the face; 0 for none
+
+
+@drawing()
+def plot_points(
+    points: Sequence[Point], measure: Measure, xlabel: str, unit: str, *, title: str, alt: str, caption: str
+) -> Picture:  # fmt: skip
+    """A scatter chart of results, logarithmic where the points are far apart."""
+    figure, axes = new_figure(3.1)
+    entries = []
+    for point in points:
+        face = (*point.style.rgb, point.opacity) if point.opacity else "none"
+        look: Any = {"markerfacecolor": face, "markeredgecolor": point.style.color, "markeredgewidth": 1.4}
+        at = [point.x], [measure.scale * point.mean]
+        # Large markers lie below small ones.
+        look |= {"marker": point.style.marker, "linestyle": "", "zorder": 2 + 1 / point.size}
+        axes.plot(*at, markersize=point.size, **look)
+        entries.append(Line2D([], [], markersize=min(point.size, 8), **look))
+    every = [point.x for point in points]
+    log = max(every) / min(every) >= LOG_FROM
+    set_prefix_axis(axes.xaxis, unit, every if log else None)
+    axes.set_xlabel(f"{xlabel}{', logarithmic' if log else ''}")
+    set_measure_axis(axes.yaxis, measure, [point.mean for point in points])
+    axes.autoscale()
+    axes.margins(0.16)
+    if not measure.is_loss:
+        axes.set_ylim(*clip_percent(axes.get_ylim()))
+    if not log:
+        axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    add_legend(figure, entries, [point.label for point in points])
+    tips = tuple(
+        Tip(axes, p.x, measure.scale * p.mean, f"{p.label}: {measure.format(p.mean)}, {format_si(p.x, unit)}")
+        for p in points
+    )
+    return Picture(figure, title, alt, caption, tips=tips)
+
+
+def space_evenly(count: int, most: int) -> list[int]:
+    """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
+
+
+def thin_out(table: Rounds, most: int = POINTS) -> Rounds:
+    """Up to ``most`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
+    return table.iloc[space_evenly(len(table), most)]
+
+
+def finish_grid(panels: NDArray[Any], used: int) -> list[Axes]:
+    """Hide unused panels; the last visible panel of each column, which gets the tick labels."""
+    columns = panels.shape[1]
+    for axes in panels.flat[used:]:
+        axes.set_visible(False)
+    lowest = [panels[(used - 1 - i) // columns, i] for i in range(columns)]
+    for axes in lowest:
+        axes.tick_params(labelbottom=True)
+    return lowest
+
+
+def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
+    """Limits cut to what a percentage can be."""
+    low, high = limits
+    return (max(low, -1.5) if low < 0 else low, min(high, 101.5))
+
+
+def set_round_axis(axis: Axis, most: int = 8) -> None:
+    """Ticks at whole rounds."""
+    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10]))
+
+
+def set_limits_from_zero(axes: Axes, top: float) -> None:
+    """Vertical limits from a little below 0 to a little above ``top``."""
+    axes.set_ylim(-0.03 * top, 1.06 * top)
+
+
+def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
+    """Ticks such as ``10 MB``; logarithmic over some values, with two or three ticks if it is one decade."""
+    if log_over is not None:
+        (axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale)("log")
+        decades = math.log10(max(log_over) / min(log_over))
+        axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=6))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value, unit)))
+
+
+def set_value_axis(axes: Axes, values: Sequence[float], *, log: bool) -> None:
+    """A horizontal axis with ticks at sorted values that leave room for their labels, both ends included."""
+    low, high = values[0], values[-1]
+    # Limits by hand: matplotlib ignores lines that are set aside from their values.
+    if log:
+        axes.set_xscale("log")
+        axes.set_xlim(low / (high / low) ** MARGIN, high * (high / low) ** MARGIN)
+        place = {value: math.log(value / low) / (math.log(high / low) or 1) for value in values}
+    else:
+        axes.set_xlim(low - MARGIN * (high - low), high + MARGIN * (high - low))
+        place = {value: (value - low) / ((high - low) or 1) for value in values}
+    kept = [high]
+    for value in reversed(values[:-1]):
+        if place[kept[-1]] - place[value] >= TICK and (value == low or place[value] >= TICK):
+            kept.append(value)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:
+    """The vertical axis of a chart with a row for each method, the first on top."""
+    axes.set_yticks(range(len(labels)), [on_one_line(label, 28) for label in labels])
+    axes.set(ylim=(len(labels) - 0.5, -0.5))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def count_methods(count: int) -> str:
+    """How many methods a figure compares, in words."""
+    return "one method" if count == 1 else f"{count} methods"
+
+
+def note_seeds(groups: Iterable[RunGroup]) -> str:
+    """``, mean over 3 seeds``, or ``, mean over up to 3 seeds``; nothing where no group has more than one."""
+    counts = {len(group.runs) for group in groups}
+    if max(counts, default=1) < 2:
+        return ""
+    return f", mean over {'up to ' if len(counts) > 1 else ''}{max(counts)} seeds"
+
+
+def note_band(groups: Iterable[RunGroup], bounds: Bounds = NON_NEGATIVE) -> str:
+    """End of a sentence: over how many seeds the mean is, and what the band is."""
+    seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
+    return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+
+
+def note_modes(groups: Iterable[RunGroup]) -> str:
+    """A sentence for the caption if the seeds of some groups are drawn instead of an interval."""
+    names = list(dict.fromkeys(on_one_line(group.short, 30) for group in groups))
+    if not names:
+        return ""
+    are = "its seeds succeed or fail" if len(names) == 1 else "their seeds succeed or fail"
+    return f" Of {join_words(names)} every seed is drawn and no interval, for {are}."
+
+
+def note_points(lines: Iterable[Line]) -> str:
+    """A sentence for the caption if lines have more rounds than are drawn."""
+    is_long = any(len(line.table) > POINTS for line in lines)
+    return f" Of each line at most {POINTS} rounds are drawn, evenly spaced." if is_long else ""
+
+
+def note_cut(axes: Axes, ends: Sequence[float]) -> str:
+    """A sentence for the caption if a logarithmic axis has no place for the lower ends of some intervals."""
+    if axes.get_yscale() != "log" or not any(end < axes.get_ylim()[0] for end in ends):
+        return ""
+    return " Bands that reach further down, or below 0, end at the lower edge of the logarithmic axis."

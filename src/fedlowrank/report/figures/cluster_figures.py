@@ -1,0 +1,172 @@
+"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
+from ..statistics.frame import Floats, true_clusters
+from ..statistics.groups import RunGroup, seed_of
+from ..tables.number_formats import on_one_line
+from . import chart
+from .style import INK, Picture, Styles, drawing, figure_height, figure_width, make_styles
+
+INDEX: chart.Bounds = (-0.5, 1.0)  # the least and the largest value of an adjusted Rand index
+PANELS = 5  # most rounds of which a figure shows the routes
+CLIENTS = 300  # most rows of a heat map; of more clients, so many are drawn, evenly spaced
+# Cells of all panels together beyond which there are fewer rows, down to :data:`FEWEST`: each is a path in
+# the page.
+CELLS = 6000
+FEWEST = 100
+# Shades of a share: neighbors cannot be told apart, and cells of one shade make one path of the drawing.
+LEVELS = 16
+ALL_TICKS = 5  # most clusters that are all named along an axis
+
+
+def plot_recovery(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Cluster recovery against rounds, one line a method, with the 95 % interval over seeds as a band."""
+
+    def set_axis(axes: Axes, ends: Sequence[float]) -> None:
+        axes.set(ylabel="adjusted Rand index", ylim=(min(-0.04, min(ends) - 0.04), 1.04))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+
+    return chart.plot_lines(
+        [
+            chart.Line(g, g.short, curve, seeds=[run.recovery for run in g.runs] if g.seed_curves() else ())
+            for g in groups
+            if len(curve := g.recovery_curve())
+        ],
+        styles,
+        set_axis,
+        title="Cluster recovery over rounds",
+        subject="the adjusted Rand index of routes and true clusters",
+        form="{:.2f}".format,
+        head="Adjusted Rand index of the clients' largest shares against the clusters that their data come "
+        "from: 1 where both divide the clients alike, about 0 where routes say nothing",
+        bounds=INDEX,
+    )  # fmt: skip
+
+
+def plot_routes(groups: Sequence[RunGroup]) -> list[Picture]:
+    """Heat maps clients x clusters of the first seed of every method that has routes, at a few rounds."""
+    return [picture for group in groups if (picture := _plot_routes(group))]
+
+
+@drawing()
+def _plot_routes(group: RunGroup) -> Picture | None:
+    run = group.first
+    rounds = run.measurements.routes()
+    if not rounds:
+        return None
+    known = sorted(rounds)
+    last = rounds[known[-1]]
+    # Evenly spaced in rounds: the first evaluations are often closer to each other than the later ones.
+    wanted = np.linspace(known[0], known[-1], PANELS) if len(known) > PANELS else np.array(known)
+    shown = sorted({min(known, key=lambda at: (abs(at - want), at)) for want in wanted.tolist()})
+    clients, clusters = last.shape
+    truth = true_clusters(run, clients)
+    order = sorted(range(clients), key=lambda i: (truth[i] is None, truth[i] or 0, i))
+    most = min(clients, CLIENTS, max(FEWEST, CELLS // (clusters * len(shown))))
+    rows = [order[i] for i in chart.space_evenly(clients, most)]
+    height = 0.9 + min(3.3, max(1.5, 0.07 * len(rows)))
+    figure = Figure(
+        figsize=(figure_width(), figure_height(height)), layout=ConstrainedLayoutEngine(wspace=0.06)
+    )
+    ratios = [1.0] * len(shown) + [0.12 * max(1.0, len(shown) / 3)]
+    *panels, key = figure.subplots(1, len(shown) + 1, width_ratios=ratios, squeeze=False)[0]
+    for axes, at in zip(panels, shown, strict=True):
+        draw_shades(axes, rounds[at][rows])
+        axes.set_title(f"round {at}", pad=4)
+        few = clusters <= ALL_TICKS
+        axes.xaxis.set_major_locator(FixedLocator(range(clusters)) if few else MaxNLocator(4, integer=True))
+        axes.set_yticks([])
+    _label_rows(panels[0], [truth[i] for i in rows], rows)
+    for axes in panels:
+        borders = [y - 0.5 for y in range(1, len(rows)) if truth[rows[y]] != truth[rows[y - 1]]]
+        axes.hlines(borders, *axes.get_xlim(), color=INK, linewidth=0.7, alpha=0.7)
+    never = run.measurements.flagged("unseen")
+    unseen = [y for y, i in enumerate(rows) if i in never]
+    if unseen:
+        # An empty line outside the axes would have no place, and upset the layout.
+        beside = panels[-1].get_yaxis_transform()
+        look = {"marker": "<", "markersize": 3, "color": INK, "clip_on": False}
+        panels[-1].plot([1.07] * len(unseen), unseen, linestyle="", transform=beside, **look)
+    panels[len(panels) // 2].set_xlabel("cluster of the method")
+    _draw_key(key)
+    has_truth = any(cluster is not None for cluster in truth)
+    sorted_by = "their true cluster, with lines between clusters, then by number" if has_truth else "number"
+    chosen = np.bincount(np.nan_to_num(last, nan=-1.0).argmax(axis=1), minlength=clusters)
+    notes = f" {len(rows)} of {clients} clients are drawn, evenly spaced." if len(rows) < clients else ""
+    notes += " A triangle marks a client that never trained." if unseen else ""
+    bad = int((~np.isfinite(last)).any(axis=1).sum())
+    notes += f" Rows of {bad} clients whose shares are not finite are empty." if bad else ""
+    return Picture(
+        figure,
+        f"Routes: {group.short}",
+        f"Heat maps of the shares of {clusters} clusters at {clients} clients under {group.short}, at "
+        f"{len(shown)} of the evaluated rounds. At round {known[-1]}, clients with their largest share at "
+        f"cluster 0, 1, ...: {', '.join(map(str, chosen))}.",
+        f"Share of each cluster (columns) at each client (rows), seed {seed_of(run)}, from round {shown[0]} "
+        f"to round {shown[-1]}. Clients are sorted by {sorted_by}. The method's clusters have no order: a "
+        f"good router gives the clients of one true cluster one column, whichever it is.{notes}",
+    )
+
+
+def draw_shades(axes: Axes, shares: Floats) -> None:
+    """Draw shares ``[rows, columns]`` as cells, the darker the larger; the first row is on top.
+
+    Cells are paths with an opacity and not pixels, so that they take the page's colors and print sharp.
+    """
+    rows, columns = shares.shape
+    level = np.round(np.nan_to_num(shares, nan=0.0).clip(0, 1) * LEVELS).astype(int)
+    (style,) = make_styles(["share"]).values()
+    for shade in range(1, LEVELS + 1):
+        boxes: list[tuple[float, float]] = []
+        for x in range(columns):
+            # Where runs of this shade begin and, one further, end.
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], level[:, x] == shade, [0]])))
+            for top, bottom in edges.reshape(-1, 2) - 0.5:
+                left, right = x - 0.5, x + 0.5
+                boxes += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+        if boxes:
+            box = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+            path = Path(boxes, box * (len(boxes) // 5))
+            face = (*style.rgb, shade / LEVELS)
+            axes.add_patch(PathPatch(path, facecolor=face, linewidth=0, gid=f"{shade}"))
+    axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set(visible=True, alpha=0.4, linewidth=0.8)
+
+
+def _label_rows(axes: Axes, truth: Sequence[int | None], rows: Sequence[int]) -> None:
+    """Label the rows by true cluster, or by the clients' numbers where no cluster is known."""
+    if all(cluster is None for cluster in truth):
+        some = chart.space_evenly(len(rows), 5)
+        axes.set_yticks(some, [str(rows[y]) for y in some])
+        axes.set_ylabel("client")
+        return
+    names = list(dict.fromkeys(truth))
+    middles = [float(np.mean([y for y, cluster in enumerate(truth) if cluster == name])) for name in names]
+    step = -(-len(names) // 12)
+    axes.set_yticks(middles[::step], ["?" if name is None else on_one_line(name) for name in names][::step])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylabel("clients, by true cluster")
+
+
+def _draw_key(axes: Axes) -> None:
+    """Which shade is which share."""
+    draw_shades(axes, np.linspace(1, 0, LEVELS + 1)[:, None])
+    axes.set_xticks([])
+    axes.yaxis.tick_right()
+    axes.set_yticks([0, LEVELS / 2, LEVELS], ["1", "½", "0"])
+    axes.tick_params(axis="y", length=2)
+    axes.yaxis.set_label_position("right")
+    axes.set_ylabel("share")

@@ -1,0 +1,299 @@
+"""Figures that compare methods; each function returns a picture, or None with nothing to draw.
+
+Accuracy is in percent throughout, of the test examples, as the unweighted mean over the clients that can
+train. Where there are no classes, the mean test loss takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.cbook import boxplot_stats
+from matplotlib.patches import Rectangle
+
+from ..statistics.groups import RunGroup, last_part, measure_of, value_text, with_token_names
+from ..statistics.measures import ACCURACY, LOSS, Measure
+from ..statistics.run_statistics import Estimate, estimate, format_estimate
+from ..tables.number_formats import format_si, on_one_line
+from . import chart
+from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_figure
+
+
+def plot_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
+
+    Further series of a method, and the clients that never train, are thin lines in its color, unless that
+    makes too many lines (:func:`fedlowrank.report.figures.chart.choose_lines`).
+    """
+    judged = [group for group in groups if not group.measure.is_loss]
+    return _plot_learning_curves(judged, styles, with_token_names(ACCURACY, groups), in_detail=True)
+
+
+def plot_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
+    in_detail = measure_of(groups).is_loss
+    return _plot_learning_curves(groups, styles, with_token_names(LOSS, groups), in_detail=in_detail)
+
+
+def _plot_learning_curves(
+    groups: Sequence[RunGroup], styles: Styles, measure: Measure, *, in_detail: bool
+) -> Picture | None:
+    lines = chart.choose_lines(groups, measure, chart.LINES if in_detail else 0, unseen=in_detail)
+    more = ""
+    if any(line.unseen for line in lines):
+        more = " Thin lines, without a band, are named after the colon: further models of a method, and its"
+        more += " mean over the clients that never train, which are left out of all others."
+    elif any(line.place for line in lines):
+        more = " Thin lines, without a band: further models of a method, named after the colon."
+    return chart.plot_measure(
+        lines, styles, measure, head=f"Mean {measure.noun} over clients after each evaluated round",
+        tail=f" Round 0 is the state before training.{more}",
+    )  # fmt: skip
+
+
+@drawing()
+def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
+    measure = measure_of(groups)
+    found = [(group, result) for group in groups if (result := group.final(measure=measure))]
+    found.sort(key=lambda pair: measure.cost(pair[1].mean))
+    if not found:
+        return None
+    figure, axes = new_figure(0.7 + 0.25 * len(found), 3.7)
+    table = pd.DataFrame([(r.mean, _shown_ci(r)) for _, r in found], columns=["mean", "ci"])
+    lows, highs = (measure.scale * end for end in chart.interval_ends(table, measure.bounds))
+    seeds = [measure.scale * group.results(measure=measure)["last"].dropna() for group, _ in found]
+    ends = chart.all_ends([table], measure.bounds)
+    chart.set_measure_axis(
+        axes.xaxis, measure, [value / measure.scale for one in seeds for value in one], ends
+    )
+    for y, (group, result) in enumerate(found):
+        style = styles[group.short]
+        if result.modes:
+            look: Any = {"marker": style.marker, "markersize": 6, "alpha": 0.8, "color": style.color}
+            axes.plot(seeds[y], [y] * len(seeds[y]), linestyle="", **look)
+            continue
+        look = {"marker": "o", "markersize": 4, "alpha": 0.35, "color": style.color}
+        axes.plot(seeds[y], [y] * len(seeds[y]), linestyle="", **look)
+        axes.hlines(y, lows[y], highs[y], color=style.color, linewidth=2)
+        axes.plot([measure.scale * result.mean], [y], marker=style.marker, markersize=7, color=style.color)
+    chart.set_method_axis(axes, [group.short for group, _ in found])
+    texts = [
+        f"{group.short} {format_estimate(measure, result) if result.modes else measure.format(result.mean)}"
+        for group, result in found
+    ]
+    return Picture(
+        figure,
+        f"{measure.title} of each method",
+        f"Dot chart of final {measure.noun} for {chart.count_methods(len(found))}: {', '.join(texts)}.",
+        f"Mean {measure.noun} over clients at the last evaluated round, the best on top"
+        + (
+            ". One seed, so there is no interval."
+            if all(result.n == 1 for _, result in found)
+            else "; line: 95 % interval of the mean over seeds, cut to possible values; light dots: seeds."
+        )
+        + chart.note_modes(group for group, result in found if result.modes),
+        tips=tuple(
+            Tip(
+                axes,
+                measure.scale * result.mean,
+                y,
+                f"{group.short}: {format_estimate(measure, result)}",
+            )
+            for y, (group, result) in enumerate(found)
+        ),
+    )
+
+
+@drawing()
+def plot_communication(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Accuracy against the bytes sent both ways since the start; logarithmic where methods differ widely."""
+    measure = measure_of(groups)
+    lines = [chart.Line(g, g.short, curve) for g in groups if len(curve := g.curve(measure=measure))]
+    sent = {line.label: float(line.table["bytes"].iloc[-1]) for line in lines}
+    totals = [total for total in sent.values() if total > 0]
+    if not totals:
+        return None
+    log = max(totals) / min(totals) >= chart.LOG_FROM
+    # A logarithmic axis has no place for what is before the first message.
+    sending = [
+        line._replace(table=line.table[line.table["bytes"] > 0] if log else line.table)
+        for line in lines
+        if sent[line.label] > 0
+    ]
+    silent = [line for line in lines if sent[line.label] <= 0]
+    figure, axes = new_figure(3.1)
+    means = [mean for line in sending for mean in line.table["mean"]]
+    means += [line.table["mean"].iloc[-1] for line in silent]
+    ends = chart.all_ends([line.table for line in sending], measure.bounds)
+    chart.set_measure_axis(axes.yaxis, measure, means, ends)
+    entries = chart.draw_lines(axes, sending, styles, measure.scale, bounds=measure.bounds, x="bytes")
+    for line in silent:
+        style = styles[line.group.short]
+        axes.axhline(measure.scale * line.table["mean"].iloc[-1], color=style.color, linestyle=style.line)
+        entries.append(chart.legend_entry(style, marker=""))
+    positive = [size for line in lines for size in line.table["bytes"] if size > 0]
+    chart.set_prefix_axis(axes.xaxis, "B", positive if log else None)
+    axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
+    add_legend(figure, entries, [line.label for line in (*sending, *silent)])
+    texts = ", ".join(f"{label} {format_si(total, 'B')}" for label, total in sent.items())
+    level = f" A level line is the final {measure.noun} of a method that sends nothing." if silent else ""
+    return Picture(
+        figure,
+        f"{measure.title} over communication",
+        f"Line chart of {measure.noun} against bytes sent for {chart.count_methods(len(lines))}. Sent in "
+        f"all: {texts}.",
+        f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
+        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}"
+        f"{chart.note_points(lines)}",
+        tips=chart.make_tips(
+            axes, sending, measure.format, measure.scale, x="bytes", form_x=lambda size: format_si(size, "B")
+        ),
+    )
+
+
+@drawing()
+def plot_clients(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Box plot of the clients' accuracies at the last evaluated round, one a method, ``+`` at the mean."""
+    measure = measure_of(groups)
+    found = []
+    for group in groups:
+        values = np.concatenate([run.client_values(group.headline, measure) for run in group.runs])
+        if len(values):
+            found.append((group, measure.scale * values))
+    if not found:
+        return None
+    figure, axes = new_figure(0.9 + 0.36 * len(found))
+    chart.set_measure_axis(axes.xaxis, measure, [value for _, values in found for value in values])
+    for y, (group, values) in enumerate(found):
+        _draw_box(axes, y, values, styles[group.short])
+    chart.set_method_axis(axes, [group.short for group, _ in found])
+    seeds = max(len(group.runs) for group, _ in found)
+    pooled = f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""
+    medians = [(group, float(np.median(values))) for group, values in found]
+    texts = [f"{g.short} {measure.format(m) if measure.is_loss else f'{m:.1f} %'}" for g, m in medians]
+    return Picture(
+        figure,
+        "Spread over clients",
+        f"Box plot of the {measure.noun} of clients for {chart.count_methods(len(found))}. Medians: "
+        f"{', '.join(texts)}.",
+        f"{measure.noun.capitalize()} of each client at the last evaluated round. Box: quartiles; line: "
+        "median; +: mean; whiskers: the furthest client within 1.5 box lengths; dots: clients "
+        f"beyond.{pooled}",
+        tips=tuple(
+            Tip(axes, median, y, f"{group.short}: median {measure.format(median / measure.scale)}")
+            for y, (group, median) in enumerate(medians)
+        ),
+    )
+
+
+def _draw_box(axes: Axes, y: int, values: Any, style: Style) -> None:
+    box = boxplot_stats(np.asarray(values))[0]
+    ink: Any = {"color": style.color, "linewidth": 1.3}
+    axes.hlines([y, y], [box["whislo"], box["q3"]], [box["q1"], box["whishi"]], **ink)
+    axes.vlines([box["whislo"], box["whishi"]], y - 0.15, y + 0.15, **ink)
+    corner, width = (box["q1"], y - 0.3), box["q3"] - box["q1"]
+    face = (*style.rgb, 0.25)
+    axes.add_patch(Rectangle(corner, width, 0.6, facecolor=face, edgecolor=style.color, linewidth=1.3))
+    axes.vlines([box["med"]], y - 0.3, y + 0.3, color=style.color, linewidth=2.4)
+    dots: Any = {"linestyle": "", "marker": "o", "markersize": 3, "color": style.color}
+    axes.plot(box["fliers"], [y] * len(box["fliers"]), **dots)
+    axes.plot([box["mean"]], [y], linestyle="", marker="+", markersize=9, markeredgewidth=1.8, color=INK)
+
+
+def plot_trade_off(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Accuracy against computation, with marker areas that grow with the bytes sent."""
+    measure = measure_of(groups)
+    found = []
+    for group in groups:
+        result = group.final(measure=measure)
+        flops = estimate(run.costs["flops"] for run in group.runs)
+        size = estimate(run.costs["bytes_up"] + run.costs["bytes_down"] for run in group.runs)
+        if result and flops and size and flops.mean > 0:
+            found.append((group, result.mean, flops.mean, size.mean))
+    if not found:
+        return None
+    largest = max(size for *_, size in found) or 1.0
+    points = [
+        chart.Point(
+            f"{on_one_line(group.short, 30)} ({format_si(size, 'B')})", styles[group.short], flops, mean,
+            math.sqrt(36 + 700 * size / largest), 0.35,
+        )
+        for group, mean, flops, size in found
+    ]  # fmt: skip
+    texts = "; ".join(
+        f"{group.short} {measure.format(mean)}, {format_si(flops, 'FLOP')}, {format_si(size, 'B')}"
+        for group, mean, flops, size in found
+    )
+    return chart.plot_points(
+        points, measure, "training computation per run", "FLOP",
+        title=f"{measure.title}, computation and communication",
+        alt=f"Scatter chart for {chart.count_methods(len(found))}: {texts}.",
+        caption=f"Mean {measure.noun} at the last evaluated round against the floating-point operations of "
+        "training; the area of a marker grows with the bytes sent both ways, given in the legend. "
+        f"{'Low' if measure.is_loss else 'High'}, to the left and small is better.",
+    )  # fmt: skip
+
+
+@drawing()
+def plot_sweep(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Final accuracy against the varied setting, one line a method, with the 95 % interval over seeds."""
+    measure = measure_of(groups)
+    found = [(group, result) for group in groups if group.vary and (result := group.final(measure=measure))]
+    settings = list(dict.fromkeys(_setting(group) for group, _ in found))
+    if len(settings) < 2:
+        return None
+    names = list(dict.fromkeys(key for group, _ in found for key, _ in group.vary))
+    values = [dict(group.vary).get(names[0]) for group, _ in found]
+    is_number = len(names) == 1 and all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in values
+    )
+    places: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in found]
+    table = pd.DataFrame(
+        [(group.short, result.mean, _shown_ci(result)) for group, result in found],
+        columns=["method", "mean", "ci"], index=places,
+    )  # fmt: skip
+    figure, axes = new_figure(3.1)
+    methods = list(dict.fromkeys(table["method"]))
+    for i, short in enumerate(methods):
+        rows = table[table["method"] == short].sort_index(kind="stable")
+        chart.draw_bars(axes, rows, styles[short], measure, (i - (len(methods) - 1) / 2) * 4)
+    x = sorted(set(places))
+    if is_number:
+        chart.set_value_axis(axes, x, log=x[0] > 0 and x[-1] / x[0] >= chart.LOG_FROM)
+    else:
+        texts = [on_one_line(setting, 32) for setting in settings]
+        turn, side = (30, "right") if sum(map(len, texts)) > 50 else (0, "center")
+        axes.set_xlim(-0.4, len(x) - 0.6)
+        axes.set_xticks(x, texts, rotation=turn, ha=side)
+    short_names, keys = ", ".join(map(last_part, names)), ", ".join(names)
+    axes.set(xlabel=short_names)
+    ends = chart.all_ends([table], measure.bounds)
+    chart.set_measure_axis(axes.yaxis, measure, table["mean"].tolist(), ends)
+    add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
+    texts = [f"{group.label} {measure.format(result.mean)}" for group, result in found]
+    seeds = ", mean over seeds with bars of the 95 % interval" if table["ci"].notna().any() else ""
+    return Picture(
+        figure,
+        f"{measure.title} against {short_names}",
+        f"Line chart of final {measure.noun}: {'; '.join(texts)}.",
+        f"Mean {measure.noun} over clients at the last evaluated round for each value of {keys}{seeds}.",
+        tips=tuple(
+            Tip(axes, at, measure.scale * result.mean, f"{group.label}: {measure.format(result.mean)}")
+            for at, (group, result) in zip(places, found, strict=True)
+        ),
+    )
+
+
+def _shown_ci(result: Estimate) -> float:
+    """Half-width of the interval of a result; NaN where results are bimodal, for it would describe no seed."""
+    return math.nan if result.modes else result.ci
+
+
+def _setting(group: RunGroup) -> str:
+    return ", ".join(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)

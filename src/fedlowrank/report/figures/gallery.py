@@ -1,0 +1,164 @@
+"""All figures of an experiment, in the order in which a reader wants them, and as files for a paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from jinja2 import Environment
+
+from ...core.io.atomic_files import as_checkpoint_error, write_atomically
+from ...methods import METHODS
+from ...results.records import RunRecord
+from ..statistics.groups import RunGroup, by_experiment, by_variation, group_runs, measure_of
+from ..tables.number_formats import on_one_line
+from . import cluster_figures, data_figures, lora_figures, rank_figures, time_figures, trust_figures
+from . import comparison_figures as figures
+from .style import Picture, Style, Styles, Width, drawing, drawing_width, final_colors, make_styles
+
+SHEET = "index.html"
+"""The contact sheet in a folder of figures."""
+
+IMAGES = ("svg", "png")
+"""Kinds of files that a browser shows, the best first."""
+
+DPI = 300
+"""Dots an inch of PNG files; publishers ask for at least 300."""
+
+
+def method_styles(groups: Sequence[RunGroup]) -> dict[str, Style]:
+    """A style for each label, in whatever order the runs are given.
+
+    Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and
+    by name, so that ``compare`` and ``report`` draw the same runs alike.
+    """
+    place = {name: i for i, name in enumerate(METHODS)}
+    order = sorted({(place.get(group.method, len(place)), group.method, group.short) for group in groups})
+    return make_styles([short for *_, short in order])
+
+
+def draw_all(groups: Sequence[RunGroup], styles: Styles) -> Iterator[tuple[str, list[Picture]]]:
+    """The figures of one experiment.
+
+    Yields:
+        A heading, empty where there is nothing to tell apart, and the figures under it.
+    """
+    if sweep := figures.plot_sweep(groups, styles):
+        yield "", [replace(sweep, place="result")]
+    variations = by_variation(groups)
+    for i, (text, some) in enumerate(variations.items()):
+        result, curve = figures.plot_results(some, styles), _plot_curve(some, styles)
+        pictures = [
+            replace(result, place="" if i or sweep else "result") if result else None,
+            replace(curve, place="" if i else "curve") if curve else None,
+            None if measure_of(some).is_loss else figures.plot_loss(some, styles),
+            lora_figures.plot_training_loss(some, styles),
+            figures.plot_communication(some, styles),
+            time_figures.plot_simulated_time(some, styles),
+            trust_figures.plot_privacy(some, styles),
+            trust_figures.plot_private_accuracy(some, styles),
+            trust_figures.plot_clipping_norm(some, styles),
+            figures.plot_clients(some, styles),
+            rank_figures.plot_relative_accuracy(some, styles),
+            lora_figures.plot_score_by_rank(some, styles),
+            figures.plot_trade_off(some, styles),
+            rank_figures.plot_model_size(some, styles),
+            cluster_figures.plot_recovery(some, styles),
+            *cluster_figures.plot_routes(some),
+            rank_figures.plot_downlink(some, styles),
+            rank_figures.plot_ranks(some, styles),
+            lora_figures.plot_server_rank(some, styles),
+            lora_figures.plot_energy(some, styles),
+            *lora_figures.plot_replies(some),
+            data_figures.plot_class_counts(some[0].first),
+            *data_figures.plot_embeddings(some),
+        ]
+        heading = (f"With {text}" if text else "Without variation") if len(variations) > 1 else ""
+        yield heading, [picture for picture in pictures if picture is not None]
+
+
+def _plot_curve(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Learning curves in what the methods are judged by."""
+    plot = figures.plot_loss if measure_of(groups).is_loss else figures.plot_accuracy
+    return plot(groups, styles)
+
+
+def save_figures(
+    runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf", "png"), width: Width = "page"
+) -> list[Path]:  # fmt: skip
+    """Write every figure of a report as files of its own, on white, with a contact sheet of all of them.
+
+    All files are in one folder. Those of several experiments begin with the name of their experiment.
+
+    Args:
+        runs: as for a report.
+        folder: made if it does not exist. Its :data:`SHEET` shows all figures small, each linked to its files.
+        kinds: endings that matplotlib can write.
+        width: ``page`` for figures 5.3 inches wide, ``column`` for 3.3 inches, one column of a paper with
+            two.
+
+    Returns:
+        The files of the figures.
+
+    Raises:
+        CheckpointError: if a file cannot be written.
+    """
+    groups = group_runs(runs)
+    experiments = by_experiment(groups)
+    made: list[Path] = []
+    sheets: list[tuple[str, list[dict[str, Any]]]] = []
+    used: set[str] = set()
+    with (
+        as_checkpoint_error(f"cannot write figures to {folder}"),
+        drawing_width(width),
+        drawing(),
+        final_colors(),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
+        for name, members in experiments.items():
+            title = on_one_line(members[0].first.config.get("title") or name)
+            for heading, pictures in draw_all(members, method_styles(groups)):
+                shown = []
+                for picture in pictures:
+                    slug = _slug(f"{name if len(experiments) > 1 else ''} {heading} {picture.title}")
+                    # Titles may differ in nothing that a file's name can contain.
+                    names = (slug, *(f"{slug}-{i}" for i in range(2, len(used) + 2)))
+                    stem = next(name for name in names if name not in used)
+                    used.add(stem)
+                    for kind in kinds:
+                        path = folder / f"{stem}.{kind}"
+                        # No date inside, so that equal runs give equal files.
+                        stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+                        picture.figure.savefig(path, facecolor="white", metadata=stamp, dpi=DPI)
+                        made.append(path)
+                    shown.append(_sheet_entry(picture, stem, kinds))
+                sheets.append(
+                    (": ".join(filter(None, (title if len(experiments) > 1 else "", heading))), shown)
+                )
+        only = on_one_line(groups[0].first.config.get("title") or groups[0].experiment)
+        page_title = only if len(experiments) == 1 else f"{len(experiments)} experiments"
+        write_atomically(folder / SHEET, _render_sheet(page_title, sheets).encode())
+    return made
+
+
+def _sheet_entry(picture: Picture, stem: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """What the contact sheet shows of a figure."""
+    image = next((f"{stem}.{kind}" for kind in IMAGES if kind in kinds), None)
+    files = [(kind.upper(), f"{stem}.{kind}") for kind in kinds]
+    return {"title": picture.title, "alt": picture.alt, "image": image, "files": files}
+
+
+def _render_sheet(title: str, sheets: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((resources.files(__package__) / "contact.html.j2").read_text())
+    return template.render(title=title, sheets=sheets).lstrip()
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -1,0 +1,277 @@
+"""Figures of LoRA adapters of unequal rank: results by rank, replies, the server's update, training loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from ..low_rank import (
+    discarded_share,
+    energy,
+    has_adapters,
+    rank_measure,
+    rank_series,
+    recorded_ranks,
+    reply_values,
+    server_rank,
+    training_losses,
+)
+from ..statistics.groups import RunGroup, seed_of
+from ..statistics.measures import LOSS
+from ..tables.number_formats import on_one_line
+from . import chart
+from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
+
+# For axes and captions: not one of the measures that runs are judged by.
+TRAINING = replace(LOSS, noun="training loss", title="Training loss")
+PANELS = 4  # most panels of a figure by rank: a method has few series
+CLOSE = 8  # ranks from which on markers are smaller and closer to their places
+LISTED = 9  # most ranks in a legend
+SHARE: chart.Bounds = (0.0, 1.0)
+STEPS = [1, 2, 2.5, 5, 10]
+SERIES = {
+    "personal": "personal is the model that the client itself uses, of its own rank",
+    "server": "server is the server's whole model on the test examples of the client",
+}
+
+
+@drawing()
+def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
+    found = rank_series(groups)
+    names = list(dict.fromkeys(name for _, name, _ in found))[:PANELS]
+    if not names:
+        return None
+    found = [one for one in found if one[1] in names]
+    measure = rank_measure(groups)
+    methods = list(dict.fromkeys(group.short for group, *_ in found))
+    tables = [scores for *_, scores in found]
+    ranks = sorted({int(rank) for table in tables for rank in table.index})
+    # Of many ranks, markers set aside as far would stand at the next rank.
+    room = min(1.0, CLOSE / len(ranks))
+    columns = min(2, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, panels = new_panels(0.6 + 2.3 * rows, rows, columns, sharey=True)
+    ends = chart.all_ends(tables, measure.bounds)
+    means = [mean for table in tables for mean in table["mean"]]
+    chart.set_measure_axis(panels[0, 0].yaxis, measure, means, ends)
+    for axes, name in zip(panels.flat, names, strict=False):
+        axes.set_title(on_one_line(name, 24), loc="left", pad=4)
+        for group, series, scores in found:
+            if series == name:
+                place = (methods.index(group.short) - (len(methods) - 1) / 2) * 4 * room
+                style = styles[group.short]
+                chart.draw_bars(axes, scores.sort_index(), style, measure, place, 2.5 + 2.5 * room)
+    for axes in panels[1:, 0]:
+        axes.set_ylabel(panels[0, 0].get_ylabel())
+    for axes in chart.finish_grid(panels, len(names)):
+        axes.set_xlabel("rank of the client")
+    chart.set_value_axis(panels[0, 0], ranks, log=True)
+    add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
+    texts = "; ".join(
+        f"{group.short}, {name}: "
+        + ", ".join(f"rank {rank:.0f} {measure.format(mean)}" for rank, mean in scores["mean"].items())
+        for group, name, scores in found
+    )
+    over = chart.note_seeds(group for group, *_ in found)
+    over += " with bars of the 95 % interval" if over else ""
+    known = "; ".join(SERIES[name] for name in names if name in SERIES)
+    panel_note = f" Panels: {known}." if len(names) > 1 and known else ""
+    return Picture(
+        figure,
+        f"{measure.title} by rank of the client",
+        f"Line chart of {measure.noun} against the rank of the client for "
+        f"{chart.count_methods(len(methods))}: {texts}.",
+        f"Mean {measure.noun} at the last evaluated round over the clients of each rank{over}; the axis of "
+        f"ranks is logarithmic.{panel_note} {'Low' if measure.is_loss else 'High'} is better, and a level "
+        "line serves all ranks alike. Clients of different ranks hold different data, so a slope is not due "
+        "to rank alone: compare methods.",
+    )
+
+
+def plot_replies(groups: Sequence[RunGroup]) -> list[Picture]:
+    """Weight and truncation error of each client's reply against rounds, a picture for each method."""
+    return [picture for group in groups if (picture := _plot_replies(group))]
+
+
+@drawing()
+def _plot_replies(group: RunGroup) -> Picture | None:
+    run = group.first
+    ranks = pd.Series(recorded_ranks(run), dtype=np.int64)
+    weights = reply_values(group.runs[0], "weights")
+    replies = weights.notna().sum(axis=1)
+    weights = weights[[client for client in weights if client in ranks]]
+    counts = ranks[weights.columns].value_counts()
+    if len(counts) < 2:
+        return None
+    errors = reply_values(group.runs[0], "truncation").reindex(index=weights.index, columns=weights.columns)
+    styles = rank_styles(counts.index.tolist())
+    figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
+    look = {"color": INK, "linewidth": 1, "linestyle": (0, (1, 2)), "alpha": 0.7}
+    even_weights = chart.thin_out(1 / replies)
+    (even,) = above.plot(even_weights.index, even_weights, **look)
+    log = _set_error_axis(below, errors.stack().tolist())
+    for client in weights:
+        style = styles[ranks[client]]
+        # Who took part now and then has markers, or a lone round would not be seen.
+        marker = style.marker if weights[client].isna().any() else ""
+        error = errors[client].where((errors[client] > 0) | (not log))
+        for axes, every in ((above, weights[client]), (below, 100 * error)):
+            values = chart.thin_out(every)
+            axes.plot(
+                values.index, values, color=style.color, linestyle=style.line, marker=marker, markersize=3.5,
+                linewidth=1.3, dash_capstyle="butt",
+            )  # fmt: skip
+    # Not from 0: smoothed weights are close to each other, and the dotted line shows where equal ones are.
+    above.set(ylabel="weight of the reply")
+    above.margins(y=0.08)
+    above.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
+    below.set_xlabel("round")
+    chart.set_round_axis(below.xaxis)
+    in_order = sorted(counts.index, reverse=True)
+    listed = [in_order[i] for i in chart.space_evenly(len(in_order), LISTED)]
+    labels = [f"rank {rank}" + (f" ({counts[rank]} clients)" if counts[rank] > 1 else "") for rank in listed]
+    entries = [chart.legend_entry(styles[rank], "") for rank in listed]
+    add_legend(figure, [*entries, even], [*labels, "equal weights"])
+    last_weight, last_error = (_last_values(table).groupby(ranks).mean() for table in (weights, errors))
+    texts = "; ".join(
+        f"rank {rank} weight {last_weight[rank]:.3g}, error {_format_share(last_error.get(rank, math.nan))}"
+        for rank in in_order
+    )
+    scale = ", on a logarithmic axis that has no place for errors of 0" if log else ""
+    cut = f" {len(listed)} of {len(counts)} ranks are named." if len(listed) < len(counts) else ""
+    return Picture(
+        figure,
+        f"Weights and truncation errors: {group.short}",
+        f"Two line charts against rounds for {len(weights.columns)} clients under {group.short}. In the last "
+        f"round of each client, means over the clients of a rank: {texts}.",
+        f"Above: how much the reply of each client counts in a round, seed {seed_of(run)}; dotted: what it "
+        "would if all counted the same. Below: the part of the server's update W that the client's rank has "
+        f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale}. A line is a client, its color "
+        "and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
+        f"interrupted where the client took no part.{cut}",
+    )
+
+
+def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
+    """A style for each rank, the largest first: palette colors while they last, else evenly spaced hues."""
+    order = sorted(set(ranks), reverse=True)
+    styles = dict(zip(order, make_styles([str(rank) for rank in order]).values(), strict=True))
+    if len(order) <= len(LIGHT):
+        return styles
+    # Not all around the circle of hues, where the largest and the smallest would look alike.
+    hues = len(order) * 5 // 4
+    return {rank: replace(styles[rank], color=hue_color(i, hues)) for i, rank in enumerate(order)}
+
+
+def _set_error_axis(axes: Axes, errors: Sequence[float]) -> bool:
+    """Label, scale and limits of an axis of relative errors; whether it is logarithmic."""
+    positive = [value for value in errors if value > 0]
+    log = chart.is_wide_range(positive, chart.DECADES)
+    if log:
+        axes.set_yscale("log")
+        axes.set_ylim(100 * min(positive) / 1.3, 130 * max(positive))
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        chart.set_limits_from_zero(axes, 100 * max(positive, default=0.01))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
+    axes.set_ylabel("cut off / %")
+    return log
+
+
+def _last_values(table: pd.DataFrame) -> pd.Series:
+    """The last value of each column that has one."""
+    return table.ffill().iloc[-1].dropna()
+
+
+def _format_share(value: float) -> str:
+    return f"{100 * value:.3g} %" if math.isfinite(value) else "not recorded"
+
+
+def plot_server_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Singular values that the server holds of its update W against rounds, mean over layers.
+
+    They are the rank of W in the exact and the capped state, but in the dense one no more than the clients
+    ask for (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
+    """
+
+    def set_axis(axes: Axes, ends: Sequence[float]) -> None:
+        axes.set_ylabel("singular values of W")
+        chart.set_limits_from_zero(axes, max(ends))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+
+    found = [(group, *result) for group in groups if (result := server_rank(group))]
+    spans = [f"{g.short} {least:.0f} to {most:.0f}" for g, _, least, most in found if least < most]
+    layers = f" Layers differ at the end: {', '.join(spans)}." if spans else ""
+    return chart.plot_lines(
+        [chart.Line(group, group.short, curve) for group, curve, *_ in found], styles, set_axis,
+        title="Rank of the server's update over rounds",
+        subject="the singular values that the server holds of its update, mean over layers,",
+        form="{:.0f}".format,
+        head="Singular values of the server's update W that the server holds after each round, mean over "
+        "layers. While it holds W as factors that is the rank of W, which begins at 0",
+        tail=" Of a W that it holds as a whole matrix, it computes no more than the largest rank of a client:"
+        f" a line at that number may be below the rank.{layers}",
+    )  # fmt: skip
+
+
+@drawing()
+def plot_energy(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Energy of the server's update, and what a rank cap discards, against rounds; None if it never does."""
+    cuts = [chart.Line(g, g.short, curve) for g in groups if len(curve := discarded_share(g))]
+    if not cuts:
+        return None
+    lines = [chart.Line(g, g.short, curve) for g in groups if len(curve := energy(g))]
+    figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
+    entries = chart.draw_lines(above, lines, styles)
+    chart.draw_lines(below, cuts, styles, 100.0, bounds=SHARE)
+    for axes, top, label in (
+        (above, max(chart.all_ends([line.table for line in lines], chart.NON_NEGATIVE)), "‖W‖²"),
+        (below, 100 * max(chart.all_ends([line.table for line in cuts], SHARE)), "cut off / %"),
+    ):
+        axes.set_ylabel(label)
+        chart.set_limits_from_zero(axes, top)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
+    below.set_xlabel("round")
+    chart.set_round_axis(below.xaxis)
+    add_legend(figure, entries, [line.label for line in lines])
+    last = ", ".join(f"{line.label} {line.table['mean'].iloc[-1]:.3g}" for line in lines)
+    shares = [(line.label, line.table["mean"]) for line in cuts]
+    most = ", ".join(f"{label} {_format_share(m.max())} at round {m.idxmax()}" for label, m in shares)
+    return Picture(
+        figure,
+        "Energy of the server's update over rounds",
+        f"Two line charts against rounds. Energy at the end: {last}. Most cut off: {most}.",
+        "Above: energy ‖W‖² of the server's update after each round, summed over layers (the squared "
+        "Frobenius norm). Below: what the cap on its rank cut off in that round, in percent of the energy "
+        f"before the cut{chart.note_band([line.group for line in lines])} What is cut off is lost to all "
+        "clients; if it stays above a few percent, a larger cap is worth a try.",
+    )
+
+
+def plot_training_loss(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
+    """Training loss against rounds where there are adapters; further passes of a method are thin lines."""
+    if not has_adapters(groups):
+        return None
+    lines = [
+        chart.Line(group, f"{group.short}: {on_one_line(name, 16)}" if place else group.short, curve, place)
+        for group in groups
+        for place, (name, curve) in enumerate(training_losses(group).items())
+    ]
+    lines = [line for line in lines if not line.place] if len(lines) > chart.LINES else lines
+    has_more = any(line.place for line in lines)
+    more = " Thin lines, without a band: further passes of a method." if has_more else ""
+    return chart.plot_measure(
+        lines, styles, TRAINING, head="Mean loss over the training steps of each round, of all participants",
+        tail=" It is taken while the clients train, so it falls within a round as well as from round to "
+        "round: where it falls and the test loss does not, the clients overfit or their updates do not add up "
+        f"at the server.{more}",
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""The measures that runs are compared by: test accuracy or, where there are no classes, test loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..tables.number_formats import (
+    MISSING,
+    format_loss,
+    format_loss_pair,
+    format_percent,
+    format_percent_pair,
+    format_signed,
+    on_one_line,
+)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that every evaluation has for every client."""
+
+    name: Literal["accuracy", "loss"]  # in :class:`fedlowrank.results.measurements.Measurements`
+    noun: str  # name in a sentence, such as ``test accuracy``
+    title: str  # name in a heading
+    unit: str = ""  # in which it is shown; empty for none
+    scale: float = 1.0  # factor to that unit
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether lower is better."""
+        return self.name == "loss"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest possible value. A loss has none: a log-likelihood may be negative."""
+        return (-math.inf, math.inf) if self.is_loss else (0.0, 1.0)
+
+    @property
+    def axis_label(self) -> str:
+        """Noun with unit."""
+        return f"{self.noun} / {self.unit}" if self.unit else self.noun
+
+    @property
+    def heading(self) -> str:
+        """Title with unit."""
+        return f"{self.title} / {self.unit}" if self.unit else self.title
+
+    def format_number(self, value: float | None) -> str:
+        """A value without its unit."""
+        return format_loss(value) if self.is_loss else format_percent(value)
+
+    def format_pair(self, value: float | None, spread: float | None) -> str:
+        """A value and its spread without unit."""
+        return (format_loss_pair if self.is_loss else format_percent_pair)(value, spread)
+
+    def format(self, value: float | None) -> str:
+        """A value with its unit."""
+        return f"{self.format_number(value)} {self.unit}".rstrip()
+
+    def format_short(self, value: float | None) -> str:
+        """A value without its unit for a sentence: percent with one decimal, losses with three digits."""
+        return format_loss(value, 3) if self.is_loss else format_percent(value, 1)
+
+    def format_interval(self, low: float, high: float) -> str:
+        """The ends of an interval without unit for a sentence, such as ``[92.0, 94.2]``."""
+        return format_signed(f"[{self.format_short(low)}, {self.format_short(high)}]")
+
+    def format_gap(self, mean: float, low: float, high: float) -> str:
+        """A difference and its interval without unit, such as ``−1.90 [−3.41, −0.39]``."""
+        sign = "+" if mean > 0 else ""
+        ends = "" if math.isnan(low) else f" [{self.format_number(low)}, {self.format_number(high)}]"
+        return MISSING if math.isnan(mean) else format_signed(f"{sign}{self.format_number(mean)}{ends}")
+
+    def cost(self, value: float) -> float:
+        """A sort key that puts the best value first."""
+        return value if self.is_loss else -value
+
+    def column(self, name: str) -> str:
+        """The column of the CSV for a statistic; columns of accuracy are shorter because they came first."""
+        if self.is_loss:
+            return f"loss_{name}"
+        longer = ("last", "last_weighted", "unseen", "std_unseen", "honest", "std_honest")
+        return f"accuracy_{name}" if name in longer else name
+
+
+ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)
+LOSS = Measure("loss", "test loss", "Test loss")
+MEASURES = (ACCURACY, LOSS)
+TOKEN_ACCURACY = Measure("accuracy", "next-token accuracy", "Next-token accuracy", "%", 100.0)
+TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
+
+_METRIC_TITLES = {
+    "macro_f1": "macro F1", "weighted_f1": "weighted F1", "auroc": "AUROC", "top3": "top-3 accuracy",
+    "top5": "top-5 accuracy", "ece": "ECE", "rmse": "RMSE", "mae": "MAE", "r2": "R²",
+}  # fmt: skip
+
+
+def metric_title(name: str) -> str:
+    """A metric of ``run.metrics`` as a heading; of ``module:function`` the name of the function."""
+    return _METRIC_TITLES.get(name) or on_one_line(name).replace("_", " ")

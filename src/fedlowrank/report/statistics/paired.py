@@ -1,0 +1,150 @@
+"""Groups of runs compared with the best of them, paired over seeds or over the clients of one seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ...results.records import RunRecord
+from .groups import RunGroup, by_experiment, by_variation, measure_of, seed_of
+from .measures import Measure
+from .run_statistics import Estimate, RunStatistics
+from .significance import ALPHA, Difference, compare_over_clients, compare_over_seeds, correct_holm
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A group against the best of its family."""
+
+    group: RunGroup
+    difference: Difference | None  # the group minus the best; None without a seed and clients that both have
+    p: float  # corrected by Holm for the comparisons of the family; NaN if there is no test
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is significantly worse than the best."""
+        return self.p < ALPHA
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was tested, and no difference from the best can be seen."""
+        return self.p >= ALPHA
+
+
+@dataclass(frozen=True)
+class Family:
+    """Groups of one experiment that are compared with each other: methods, or the settings of one method."""
+
+    experiment: str  # its name
+    text: str  # what is varied, with its value; empty if nothing is
+    measure: Measure
+    ranked: tuple[tuple[RunGroup, Estimate], ...]  # groups that have a result, the best first
+    others: tuple[Versus, ...]  # all of them but the best, in the same order
+
+    @property
+    def best(self) -> RunGroup | None:
+        """The group with the best mean."""
+        return self.ranked[0][0] if self.ranked else None
+
+    @property
+    def not_worse(self) -> list[RunGroup]:
+        """The best group and those not significantly worse; groups without a test are left out."""
+        return [group for group, _ in self.ranked[:1]] + [one.group for one in self.others if one.is_open]
+
+    @property
+    def test(self) -> str:
+        """Names the test, its number of pairs and the correction; empty without a test."""
+        tested = [one.difference for one in self.others if one.difference and one.p == one.p]
+        texts = list(dict.fromkeys(_name_test(one) for one in tested))
+        holm = f", p corrected by Holm for {len(tested)} comparisons" if len(tested) > 1 else ""
+        return f"{' or '.join(texts)}{holm}" if texts else ""
+
+    @property
+    def is_over_clients(self) -> bool:
+        """Whether any test is over the clients of one seed."""
+        return any(one.difference.over == "clients" for one in self.others if one.difference)
+
+
+def make_families(groups: Sequence[RunGroup]) -> list[Family]:
+    """The families of groups: per experiment and varied setting, or all settings if there is one method."""
+    found = []
+    for name, members in by_experiment(groups).items():
+        settings, measure = by_variation(members), measure_of(members)
+        if len({group.short for group in members}) < 2:
+            settings = {"": members}
+        found += [_compare(name, text, measure, some) for text, some in settings.items()]
+    return found
+
+
+def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Columns of the CSV about the comparison with the best, by experiment and label of the group."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for family in families:
+        kept = [group.label for group in family.not_worse]
+        for one in family.others:
+            gap = one.difference
+            found[one.group.experiment, one.group.label] = {
+                "difference_best": gap.mean if gap else None,
+                "difference_best_low": gap.low if gap else None,
+                "difference_best_high": gap.high if gap else None,
+                "p_best_holm": one.p,
+                "paired_over": gap.over if gap else None,
+                "pairs": gap.n if gap else None,
+                "not_worse": int(one.group.label in kept),
+            }
+        if family.best:
+            found[family.best.experiment, family.best.label] = {"not_worse": 1}
+    return found
+
+
+def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list[pd.Series]:
+    """Differences ``one - other`` of each client, for each seed whose clients are the same in both groups.
+
+    Clients that never train, and those without a finite result in both groups, are left out.
+    """
+    by_seed = {seed_of(run.record): run for run in other.runs}
+    found = []
+    for run in one.runs:
+        twin = by_seed.get(seed_of(run.record))
+        if twin is not None and _clients(run.record) == _clients(twin.record):
+            gaps = _results(one, run, measure) - _results(other, twin, measure)
+            found.append(gaps.dropna())
+    return [gaps for gaps in found if len(gaps)]
+
+
+def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series:
+    return run.client_values(group.headline, measure)
+
+
+def _clients(run: RunRecord) -> list[tuple[Any, ...]]:
+    """What makes two federations the same: who the clients are and how many examples each has."""
+    return [tuple(row.get(key) for key in ("id", "train", "val", "test", "unseen")) for row in run.clients]
+
+
+def _compare(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
+    results = [(group, result) for group in groups if (result := group.final(measure=measure))]
+    ranked = tuple(sorted(results, key=lambda pair: measure.cost(pair[1].mean)))
+    gaps = [_difference(group, ranked[0][0], measure) for group, _ in ranked[1:]]
+    corrected = correct_holm([gap.p if gap else float("nan") for gap in gaps])
+    found = zip(ranked[1:], gaps, corrected, strict=True)
+    others = tuple(Versus(group, gap, p) for (group, _), gap, p in found)
+    return Family(experiment, text, measure, ranked, others)
+
+
+def _difference(one: RunGroup, best: RunGroup, measure: Measure) -> Difference | None:
+    gaps = paired_differences(one, best, measure)
+    if len(gaps) > 1:
+        return compare_over_seeds([gap.mean() for gap in gaps])
+    return compare_over_clients(gaps[0]) if gaps else None
+
+
+def _name_test(gap: Difference) -> str:
+    if gap.n > 1 and math.isnan(gap.low):
+        return f"sign test over {gap.n} {gap.over} with equal differences, which give no interval"
+    if gap.over == "seeds":
+        return f"paired t-test over {gap.n} seeds, each the mean over its clients"
+    return f"Wilcoxon signed-rank test and bootstrap interval over the {gap.n} clients of one seed"

@@ -1,0 +1,287 @@
+"""Statistics of one run, and of several seeds of it.
+
+Accuracies are fractions in [0, 1]. A client without test examples has no accuracy: it is left out and
+counted, never scored as zero. The standard deviation over clients divides by their number, because they are
+all the clients of the federation and not a sample. Clients that never train are reported apart from the
+others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtrit
+
+from ...results.measurements import COSTS, Measurements, Who, mean_over_clients
+from ...results.records import RoundRecord, RunRecord, describe_missing
+from ..tables.number_formats import on_one_line
+from .frame import section
+from .measures import ACCURACY, MEASURES, Measure
+from .modes import Modes, finds_all_groups
+
+LAST = 10  # evaluations in the mean over the end of a run
+# Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9.
+ROUNDING = 1e-12
+CONFIDENCE = 0.95
+
+
+class Estimate(NamedTuple):
+    """A number over seeds; for one seed, ``std`` and ``ci`` are NaN."""
+
+    n: int  # seeds that have the number
+    mean: float
+    std: float  # with n - 1 in the denominator
+    # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
+    ci: float
+    modes: Modes | None = None  # set where the mean and its interval describe no seed
+
+
+def format_estimate(measure: Measure, value: Estimate) -> str:
+    """A result over seeds without its unit: ``93.12 ± 1.10``, or of two groups of seeds ``4 of 5 ≥ 92.50``."""
+    return format_modes(measure, value.modes) if value.modes else measure.format_pair(value.mean, value.ci)
+
+
+def format_modes(measure: Measure, modes: Modes) -> str:
+    """How many seeds succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
+    sign = "≤" if measure.is_loss else "≥"
+    return f"{modes.reached} of {modes.n} {sign} {measure.format_number(modes.bound)}"
+
+
+def half_width(std: Any, n: int) -> Any:
+    """Half-width of the 95 % interval of a mean of ``n`` values with standard deviation ``std``."""
+    return stdtrit(n - 1, 0.5 + CONFIDENCE / 2) * std / math.sqrt(n) if n > 1 else std * math.nan
+
+
+def estimate(values: Iterable[float]) -> Estimate | None:
+    """Mean and interval over seeds; None and non-finite values are left out. None if no value is left."""
+    x = pd.Series(list(values), dtype=np.float64)
+    x = x[np.isfinite(x)]
+    if x.empty:
+        return None
+    return Estimate(len(x), float(x.mean()), float(x.std()), float(half_width(x.std(), len(x))))
+
+
+def curve_over_seeds(tracks: Iterable[pd.Series]) -> pd.DataFrame:
+    """Mean over seeds and half-width of its 95 % interval at the rounds that all seeds have.
+
+    Args:
+        tracks: values by round, one series a seed; what is not finite is left out, and so are empty ones.
+
+    Returns:
+        Columns ``mean`` and ``ci`` (NaN for one seed), indexed by round; empty without seeds.
+    """
+    finite = (track[np.isfinite(track.astype(float))] for track in tracks)
+    known = [track for track in finite if len(track)]
+    table = pd.concat(known, axis=1, join="inner").sort_index() if known else pd.DataFrame(dtype=np.float64)
+    return pd.DataFrame({"mean": table.mean(axis=1), "ci": half_width(table.std(axis=1), len(known))})
+
+
+def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
+    """Sums over rounds of ``COSTS`` and of the recorded seconds of clients, server and simulation."""
+    costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
+    for kind in dict.fromkeys(kind for record in records for kind in record.seconds):
+        costs[f"seconds_{kind}"] = math.fsum(record.seconds.get(kind, 0.0) for record in records)
+    simulated = [r.simulated_seconds for r in records if r.simulated_seconds is not None]
+    if simulated:
+        costs["simulated_seconds"] = math.fsum(simulated)
+    return costs
+
+
+@dataclass(frozen=True, eq=False)
+class RunStatistics:
+    """A run record with its statistics."""
+
+    record: RunRecord
+
+    @property
+    def table(self) -> Measurements:
+        """All that was measured."""
+        return self.record.measurements
+
+    @cached_property
+    def recovery(self) -> pd.Series:
+        """Cluster recovery by round."""
+        return pd.Series(self.table.recovery(), dtype=np.float64)
+
+    @cached_property
+    def has_found_groups(self) -> bool | None:
+        """Whether it found all groups of clients, see :func:`fedlowrank.report.statistics.modes.finds_all_groups`."""
+        return finds_all_groups(self.record)
+
+    @cached_property
+    def sent(self) -> pd.Series:
+        """Bytes sent both ways since the start, by round."""
+        up, down = (self.table.of_rounds(name)[""] for name in ("bytes_up", "bytes_down"))
+        return (up + down).cumsum()
+
+    @cached_property
+    def simulated(self) -> pd.Series:
+        """Simulated seconds since the start, by round; empty without a simulated clock."""
+        taken = self.table.of_rounds("simulated_seconds")
+        if taken.empty:
+            return pd.Series(dtype=np.float64)
+        return taken[""].reindex([record.round for record in self.record.rounds]).fillna(0.0).cumsum()
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, str, str, Who], pd.DataFrame]:
+        return {}
+
+    def curve(
+        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "trained"
+    ) -> pd.DataFrame:  # fmt: skip
+        """Statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
+        key = measure.name, series or "", split, who
+        if key not in self._curves:
+            self._curves[key] = self.table.over_clients(*key)
+        return self._curves[key]
+
+    @cached_property
+    def last_metrics(self) -> dict[tuple[str, str], float]:
+        """Further metrics after the last round that has them, by name and series.
+
+        Means over the clients that can train and for which the metric is defined; infinite if one of them is
+        not finite.
+        """
+        found = {}
+        for name in self.table.metrics:
+            for series in self.table.series(name):
+                values = self.table.of_clients(name, series, "test").iloc[-1]
+                trained = values[self.table.who("trained", len(values))].dropna()
+                mean = mean_over_clients(trained)
+                if mean is not None:
+                    found[name, series] = math.inf if math.isnan(mean) else mean
+        return found
+
+    @cached_property
+    def measure(self) -> Measure | None:
+        """Accuracy if any client has one, else loss if any client has one, else None."""
+        for measure in MEASURES:
+            tables = (self.table.of_clients(measure.name, s, "test") for s in self.table.series(measure.name))
+            if any(table.notna().any(axis=None) for table in tables):
+                return measure
+        return None
+
+    @property
+    def headline(self) -> str | None:
+        """The first series that the method reports, or None if the run was never evaluated."""
+        return next(iter(self.table.all_series), None)
+
+    @property
+    def series(self) -> list[str]:
+        """Names of all series in what the run is judged by."""
+        return self.table.series((self.measure or ACCURACY).name)
+
+    def results(self, series: str | None, measure: Measure) -> dict[str, float] | None:
+        """Statistics of a series at the rounds that a report may choose; None if it was never evaluated.
+
+        Returns:
+            ``last``: mean over clients at the last evaluated round, with ``round``, ``std_clients``,
+            ``last_weighted``, ``worst_tenth``, ``without`` and ``non_finite``. ``best_by_validation``: at
+            ``best_round``, whose mean validation result is best, the earliest on ties. ``last_ten``: mean
+            over the last ten evaluations, the one before training left out. ``best_test``: the best over
+            rounds, an optimistic number because it selects on test examples. ``unseen`` and ``std_unseen``:
+            over the clients that never train. ``honest`` and ``std_honest``: over the clients that can train
+            and are not hostile, in a simulated attack.
+        """
+        test = self.curve(series, measure)
+        if test.empty:
+            return None
+        last, at = test.iloc[-1], test.index[-1]
+        found = {
+            "round": at, "last": last["mean"], "std_clients": last["std"], "last_weighted": last["weighted"],
+            "worst_tenth": last["worst"], "without": last["without"], "non_finite": last["non_finite"],
+        }  # fmt: skip
+        means, trained = test["mean"], test["mean"][test.index > 0]
+        found["last_ten"] = (means if trained.empty else trained).tail(LAST).mean()
+        found["best_test"] = means.min() if measure.is_loss else means.max()
+        validation = self.curve(series, measure, "val")["mean"].reindex(means.index).dropna()
+        if not validation.empty:
+            best = validation.idxmin() if measure.is_loss else validation.idxmax()
+            found |= {"best_round": best, "best_by_validation": means[best]}
+        unseen = self.curve(series, measure, who="unseen")
+        if at in unseen.index:
+            found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
+        if self.table.flagged("hostile"):
+            honest = self.curve(series, measure, who="honest").reindex([at]).iloc[0]
+            found |= {"honest": honest["mean"], "std_honest": honest["std"]}
+        return found
+
+    def client_values(self, series: str | None, measure: Measure) -> pd.Series:
+        """Finite results of the clients that can train, by client, at the last evaluated round."""
+        test = self.curve(series, measure)
+        if test.empty:
+            return pd.Series(dtype=np.float64)
+        row = pd.Series(self.table.row(test.index[-1], measure.name, series or "", "test"))
+        return row[np.isfinite(row) & ~row.index.isin(self.table.flagged("unseen"))]
+
+    @cached_property
+    def costs(self) -> dict[str, float]:
+        """Costs of the whole run."""
+        return total_costs(self.record.rounds)
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether its clients trained without any message."""
+        return self.costs["steps"] > 0 and self.costs["bytes_up"] + self.costs["bytes_down"] == 0
+
+    def costs_to(self, target: float | None) -> dict[str, float] | None:
+        """``round`` of the first evaluation whose mean accuracy reaches the target, and all costs up to it.
+
+        None without a target, and if it was never reached.
+        """
+        means = self.curve(self.headline, ACCURACY)["mean"]
+        reached = means.index[means >= (math.inf if target is None else target - ROUNDING)]
+        if reached.empty:
+            return None
+        records = [record for record in self.record.rounds if record.round <= reached[0]]
+        return {"round": int(reached[0]), **total_costs(records)}
+
+    @property
+    def status(self) -> str:
+        """What is wrong with the run; empty for a finished one that was evaluated."""
+        found = []
+        state = str(self.record.status.get("state", "unknown"))
+        if state != "finished":
+            trained = self.record.rounds[-1].round if self.record.rounds else 0
+            found.append(f"{state} at round {self.record.status.get('rounds', trained)}")
+        if self.record.missing:
+            found.append(f"{describe_missing(self.record.missing)}, and costs are without them")
+        measure = self.measure or ACCURACY
+        scored = self.curve(self.headline, measure)
+        if scored.empty:
+            found.append("no evaluation")
+        elif scored.index[-1] < self.table.of_clients(measure.name, self.headline or "", "test").index[-1]:
+            noun = measure.noun if measure.is_loss else "accuracy"
+            found.append(f"no finite {noun} after round {scored.index[-1]}")
+        return ", ".join(found)
+
+    @property
+    def own_target(self) -> float | None:
+        """The target accuracy in the run's configuration, in (0, 1], or None."""
+        value = section(self.record.config, "run").get("target")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value) if 0 < value <= 1 else None
+
+
+def metric_row(runs: Sequence[RunStatistics], headline: str | None) -> dict[str, float | None]:
+    """Further metrics of runs that differ in the seed, as columns of the CSV.
+
+    ``metric_NAME`` is the mean over seeds and ``metric_NAME_ci95_seeds`` the half-width of its 95 %
+    confidence interval. Columns of a series other than the headline end in a point and its name. Values are
+    empty where a seed's mean is not finite.
+    """
+    row: dict[str, float | None] = {}
+    for name, series in dict.fromkeys(key for run in runs for key in run.last_metrics):
+        end = "" if series == headline else f".{on_one_line(series)}"
+        values = [run.last_metrics[name, series] for run in runs if (name, series) in run.last_metrics]
+        found = estimate(values) if np.isfinite(values).all() else None
+        row[f"metric_{name}{end}"] = found.mean if found else None
+        row[f"metric_{name}_ci95_seeds{end}"] = found.ci if found else None
+    return row

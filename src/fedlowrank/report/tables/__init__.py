@@ -1,0 +1,1 @@
+"""Tables of a report, as text, HTML, Markdown, LaTeX and CSV."""

@@ -1,0 +1,65 @@
+"""Tables of a comparison as LaTeX, with the rules of the package booktabs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .comparison_tables import Comparison
+from .number_formats import MISSING, on_one_line
+from .text_table import TextTable
+
+_CHARACTERS = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", '"': r"\textquotedbl{}", "±": r"$\pm$", "−": "$-$", "×": r"$\times$", "²": r"\textsuperscript{2}",
+    "≥": r"$\geq$", "≤": r"$\leq$", "ε": r"$\varepsilon$", "δ": r"$\delta$", "α": r"$\alpha$", "β": r"$\beta$",
+    "λ": r"$\lambda$", "μ": r"$\mu$", "π": r"$\pi$", "ρ": r"$\rho$", "σ": r"$\sigma$", "τ": r"$\tau$",
+    "η": r"$\eta$", "θ": r"$\theta$", "γ": r"$\gamma$", MISSING: "--", "…": r"\dots{}",
+}  # fmt: skip
+"""What LaTeX writes for characters that are commands of it, or that its standard fonts lack."""
+
+
+def escape_latex(text: str) -> str:
+    """Text that LaTeX prints as it is."""
+    return "".join(_CHARACTERS.get(character, character) for character in on_one_line(text))
+
+
+def to_latex(table: Comparison, all_tables: bool = False) -> str:
+    r"""Format the results of a comparison for a paper that has ``\usepackage{booktabs}``.
+
+    Args:
+        table: the comparison.
+        all_tables: format all other tables, too.
+    """
+    chosen = table.tables if all_tables else [table.summary]
+    notes = {column.title: column.note for one in chosen for column in one.columns if column.note}
+    lines = [f"% {on_one_line(title)}: {on_one_line(note)}" for title, note in notes.items()]
+    needs = "% needs \\usepackage{booktabs}; a wide table also \\small or \\resizebox"
+    return "\n".join([needs, *lines, "", *map(_format_table, chosen)])
+
+
+def _format_table(table: TextTable) -> str:
+    heads = [*table.fields, *(column.heading for column in table.columns)]
+    aligned = "l" * len(table.fields) + "".join("r" if c.align == "right" else "l" for c in table.columns)
+    rows = [
+        [_format_cell(cell, (y, x) in table.bold) for x, cell in enumerate(row)]
+        for y, row in enumerate(table.rows)
+    ]
+    caption = ". ".join(text.rstrip(".") for text in (table.title, table.note, table.bold_note) if text)
+    return "\n".join(
+        [
+            r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}.}}", rf"\begin{{tabular}}{{{aligned}}}",
+            r"\toprule", _join_cells(map(escape_latex, heads)), r"\midrule", *map(_join_cells, rows), r"\bottomrule",
+            r"\end{tabular}", r"\end{table}", "",
+        ]
+    )  # fmt: skip
+
+
+def _format_cell(text: str, is_bold: bool) -> str:
+    return rf"\textbf{{{escape_latex(text)}}}" if is_bold else escape_latex(text)
+
+
+def _join_cells(cells: Iterable[str]) -> str:
+    # a row that begins with a bracket would be read as an argument of the line end before it
+    first, *others = cells
+    return " & ".join([f"{{{first}}}" if first.startswith("[") else first, *others]) + r" \\"

@@ -1,0 +1,193 @@
+"""Exact values of one row of the comparison, under the names that the CSV gives them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...results.measurements import COSTS
+from ..low_rank import adapter_row, last_ranks, model_size
+from ..statistics.frame import section
+from ..statistics.groups import RunGroup, seed_of
+from ..statistics.measures import ACCURACY, LOSS, MEASURES, Measure
+from ..trust import trust_row
+from .number_formats import on_one_line
+
+FLOAT32 = 4
+"""Bytes of a floating-point element as papers count communication, whatever the messages contain."""
+
+WORK = ("seconds_train", "seconds_server")
+Row = dict[str, Any]
+
+
+def comparison_row(group: RunGroup) -> Row:
+    """The row of a group: means over its seeds, as fractions, bytes, counts and seconds.
+
+    Columns about a series other than the headline end in a point and its name. The paper's numbers are those
+    of the first seed's configuration. Costs "to target" are given only if every evaluated seed reached it: a
+    mean over those that did would favor a method that often fails.
+    """
+    runs, results, reference = group.runs, group.results(), section(group.first.config, "reference")
+    n = len(results)
+    row: Row = {
+        "experiment": group.experiment,
+        "method": group.method,
+        "label": group.label,
+        "vary": json.dumps(dict(group.vary), sort_keys=True) if group.vary else None,
+        "seed_list": " ".join(seed_of(run.record) for run in runs),
+        "seeds": n,
+        "series": group.headline,
+        "clients": _common(len(run.record.clients) for run in runs),
+        "clients_without_test": _common(results["without"].astype(int)),
+        "clients_not_finite": _common(results["non_finite"].astype(int)),
+        "last_round": _common(results["round"].astype(int)),
+        "judged_by": group.measure.noun if n else None,
+        "clients_unseen": _common(len(run.record.measurements.flagged("unseen")) for run in runs),
+    }
+    for measure in MEASURES:
+        row |= _results(group, measure)
+    recovery = group.final_recovery()
+    row |= {
+        "recovery": recovery.mean if recovery else None,
+        "recovery_ci95_seeds": recovery.ci if recovery else None,
+    }
+    if groups_found := group.groups_found():
+        row |= dict(zip(("groups_found_seeds", "groups_known_seeds"), groups_found, strict=True))
+    costs = [run.costs for run in runs]
+    totals: Row = {name: _mean(one[name] for one in costs) for name in COSTS}
+    steps, flops = totals.pop("steps"), totals.pop("flops")
+    float32 = _mean(FLOAT32 * _both_ways(one, "parameters") for one in costs)
+    row |= {**totals, "communication_float32": float32, "steps": steps, "flops": flops}
+    for kind in ("seconds_train", "seconds_server", "seconds_evaluate"):
+        row[kind] = _mean(one.get(kind) for one in costs)
+    row["simulated_seconds"] = _mean(one.get("simulated_seconds") for one in costs)
+    reached = [found for run in runs if (found := run.costs_to(group.target.value)) is not None]
+    counted = reached if n and len(reached) == n else []
+    row |= {
+        "target": group.target.value,
+        "target_source": group.target.source,
+        "target_reached_seeds": len(reached),
+        "target_round": _mean(one["round"] for one in counted),
+        "target_bytes": _mean(_both_ways(one, "bytes") for one in counted),
+        "target_parameters": _mean(_both_ways(one, "parameters") for one in counted),
+        "target_flops": _mean(one["flops"] for one in counted),
+        "target_steps": _mean(one["steps"] for one in counted),
+        # Evaluation is part of measuring, not of the method.
+        "target_seconds": _mean(sum(one.get(kind, 0.0) for kind in WORK) for one in counted),
+        "target_simulated_seconds": _mean(one.get("simulated_seconds") for one in counted),
+        **_model_size(group, group.headline, ""),
+    }
+    ranks = last_ranks(group)
+    known = any(section(reference, name) for name in ("accuracy", "communication", "parameters", "score"))
+    status = [f"seed {seed_of(run.record)}: " * (len(runs) > 1) + run.status for run in runs if run.status]
+    row |= {
+        "ranks_last": json.dumps(ranks) if ranks else None,
+        "reference": _reference_source(reference) if known else None,
+        **_reference(group, group.headline, row["accuracy_last"], ""),
+        "reference_communication_gb": _number(section(reference, "communication").get(group.method)),
+        "status": "; ".join(status) or None,
+    }
+    for name in group.series:
+        if name != group.headline:
+            row |= _further_series(group, name, f".{on_one_line(name)}")
+    return row | adapter_row(group) | trust_row(group)
+
+
+def _results(group: RunGroup, measure: Measure) -> Row:
+    """What a measure says about the headline of a group."""
+    results = group.results(measure=measure)
+    final, best = group.final(measure=measure), group.best_by_validation(measure=measure)
+    means: Row = {
+        name: _mean(results[name])
+        for name in (
+            "std_clients", "last_weighted", "worst_tenth", "best_by_validation", "best_round", "last_ten",
+            "best_test", "unseen", "std_unseen",
+        )
+    }  # fmt: skip
+    means["best_round"] = _common(results["best_round"].dropna().astype(int))
+    best_test = "min_test_over_rounds" if measure.is_loss else "max_test_over_rounds"
+    row = {
+        "last": final.mean if final else None,
+        "std_seeds": final.std if final else None,
+        "ci95_seeds": final.ci if final else None,
+        "best_by_validation_ci95_seeds": best.ci if best else None,
+        **(
+            {"success_seeds": final.modes.reached, "success_bound": final.modes.bound}
+            if final and final.modes
+            else {}
+        ),
+        **{best_test if name == "best_test" else name: value for name, value in means.items()},
+    }
+    return {measure.column(name): value for name, value in row.items()}
+
+
+def _further_series(group: RunGroup, name: str, end: str) -> Row:
+    """Columns of a series other than the headline, only those that it has."""
+    reference = section(group.first.config, "reference")
+    accuracy, loss = group.final(name, ACCURACY), group.final(name, LOSS)
+    row: Row = {f"series{end}": accuracy.mean if accuracy else None}
+    if loss:
+        row[f"loss_series{end}"] = loss.mean
+    row |= {key: value for key, value in _model_size(group, name, end).items() if value is not None}
+    if any(f"{group.method}.{name}" in section(reference, kind) for kind in ("accuracy", "parameters")):
+        row |= _reference(group, name, row[f"series{end}"], end)
+    return row
+
+
+def _model_size(group: RunGroup, series: str | None, end: str) -> Row:
+    size = model_size(group, series) if series is not None else None
+    mean, std = (size[0].mean, size[1].mean) if size else (None, None)
+    return {f"parameters_model{end}": mean, f"parameters_model_std{end}": std}
+
+
+def _reference_source(reference: Mapping[str, Any]) -> str:
+    """Where the paper's numbers are from, with those that no column can be compared with."""
+    label, scores = on_one_line(reference.get("label") or "the paper"), section(reference, "score")
+    numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
+    known = [f"{on_one_line(name)} {value:g}" for name, value in numbers.items()]
+    metric = on_one_line(reference.get("metric") or "score")
+    return f"{label} ({metric}: {', '.join(known)}; score ours by `fedlowrank score`)" if scores else label
+
+
+def _reference(group: RunGroup, series: str | None, ours: float | None, end: str) -> Row:
+    """The paper's numbers for a series, and how far ours is from its accuracy."""
+    reference = section(group.first.config, "reference")
+    keys = [f"{group.method}.{series}"] if end else [group.method, f"{group.method}.{series}"]
+    accuracy, parameters = (
+        [known[key] for key in keys if key in (known := section(reference, name))]
+        for name in ("accuracy", "parameters")
+    )
+    value = _number(accuracy[0]) if accuracy else None
+    return {
+        f"reference_percent{end}": value,
+        f"reference_not_converged{end}": int(accuracy[:1] == [None]),
+        f"difference_points{end}": 100 * ours - value if ours is not None and value is not None else None,
+        f"reference_parameters_m{end}": _number(parameters[0]) if parameters else None,
+    }
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _both_ways(costs: Mapping[str, float], name: str) -> float:
+    return costs[f"{name}_up"] + costs[f"{name}_down"]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the finite values; integers stay integers where their mean is one."""
+    kept = [value for value in values if value is not None and math.isfinite(value)]
+    if kept and all(isinstance(value, int) for value in kept):
+        total = sum(kept)
+        return total // len(kept) if total % len(kept) == 0 else total / len(kept)
+    return math.fsum(kept) / len(kept) if kept else None
+
+
+def _common(values: Iterable[int]) -> int | str | None:
+    """The value if all are equal, else all of them as text."""
+    found = [int(value) for value in values]
+    return found[0] if len(set(found)) == 1 else " ".join(map(str, found)) or None

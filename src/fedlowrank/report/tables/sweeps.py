@@ -1,0 +1,131 @@
+"""Tables of sweeps: a row for each tried setting, a column for each method or experiment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from ..statistics.groups import RunGroup, by_experiment, measure_of, value_text
+from ..statistics.measures import Measure
+from ..statistics.paired import Family, make_families
+from ..statistics.run_statistics import format_estimate
+from ..statistics.significance import ALPHA
+from .number_formats import MISSING, on_one_line
+from .text_table import TableColumn, TextTable
+
+
+def sweep_tables(groups: Sequence[RunGroup], families: Sequence[Family] | None = None) -> list[TextTable]:
+    """One table for each set of settings that was varied together, over all experiments that varied them.
+
+    Results that are not significantly worse than the best of their family are bold. ``families`` are those of
+    the groups, or None to make them here.
+    """
+    families = make_families(groups) if families is None else families
+    best = {(g.experiment, g.label) for family in families if family.others for g in family.not_worse}
+    measures = {name: measure_of(members) for name, members in by_experiment(groups).items()}
+    found: dict[tuple[tuple[str, ...], Measure], list[RunGroup]] = {}
+    for group in groups:
+        if group.vary:
+            keys = tuple(key for key, _ in group.vary)
+            found.setdefault((keys, measures[group.experiment]), []).append(group)
+    tables = [_sweep_table(keys, measure, members, best) for (keys, measure), members in found.items()]
+    return [table for table in tables if len(table.rows) > 1]
+
+
+def _sweep_table(
+    keys: tuple[str, ...], measure: Measure, groups: Sequence[RunGroup], best: Collection[tuple[str, str]]
+) -> TextTable:
+    cells: dict[tuple[tuple[str, ...], tuple[str, str]], RunGroup] = {}
+    for group in groups:
+        cells.setdefault((_setting(group), (group.experiment, group.short)), group)
+    columns = list(dict.fromkeys(column for _, column in cells))
+    firsts = {name: members[0].first for name, members in by_experiment(groups).items()}
+    names = {name: on_one_line(run.config.get("title") or name) for name, run in firsts.items()}
+    if len(set(names.values())) < len(names):
+        names = {name: name for name in names}
+    methods = {short for _, short in columns}
+
+    def heading(name: str, short: str) -> str:
+        if len(names) == 1:
+            return short
+        return names[name] if len(methods) == 1 else f"{names[name]}: {short}"
+
+    def cell(setting: tuple[str, ...], column: tuple[str, str]) -> str:
+        group = cells.get((setting, column))
+        result = group.final(measure=measure) if group else None
+        return format_estimate(measure, result) if result else MISSING
+
+    settings = _sort_settings(groups)
+    rows = [(*setting, *(cell(setting, column) for column in columns)) for setting in settings]
+    bold = frozenset(
+        (y, len(keys) + x)
+        for y, setting in enumerate(settings)
+        for x, column in enumerate(columns)
+        if (own := cells.get((setting, column))) and (own.experiment, own.label) in best
+    )
+    fields = shorten_names(keys)
+    method = f" of {next(iter(methods))}" if len(methods) == 1 and len(names) > 1 else ""
+    return TextTable(
+        f"{measure.heading}{method} against {', '.join(fields)}",
+        fields,
+        tuple(TableColumn(heading(*column)) for column in columns),
+        tuple(rows),
+        _note(keys, measure, list(cells.values())),
+        len(names),
+        bold,
+        bold_note(len(methods) < 2) if bold else "",
+    )
+
+
+def bold_note(is_one_method: bool) -> str:
+    """What bold means in a table of results."""
+    among = " of all settings" if is_one_method else ""
+    test = f"paired test, corrected p ≥ {ALPHA:.2g}"
+    return f"Bold: the best mean{among} and those not significantly worse ({test})."
+
+
+def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
+    """The last parts of settings' names, with as many parts before them as it takes to tell them apart."""
+    parts = [key.split(".") for key in keys]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        found = [".".join(one[-length:]) for one in parts]
+        if max(Counter(found).values(), default=1) == 1:
+            return tuple(found)
+    return tuple(keys)
+
+
+def _setting(group: RunGroup) -> tuple[str, ...]:
+    return tuple(value_text(value) for _, value in group.vary)
+
+
+def _sort_settings(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
+    """Settings by the first field, then the second, ...: numbers by size, others in the order given."""
+    settings = {_setting(group): [value for _, value in group.vary] for group in groups}
+    places: list[dict[str, float]] = []
+    for column in zip(*settings.values(), strict=True):
+        is_numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in column)
+        texts = dict.fromkeys(map(value_text, column))
+        places.append({text: float(text) if is_numeric else i for i, text in enumerate(texts)})
+    return sorted(settings, key=lambda one: [place[text] for place, text in zip(places, one, strict=True)])
+
+
+def _note(keys: Sequence[str], measure: Measure, groups: Sequence[RunGroup]) -> str:
+    seeds = {n for group in groups if (n := len(group.results()))}
+    note = f"Mean {measure.noun} over clients at the last evaluated round"
+    if max(seeds, default=1) > 1:
+        count = str(max(seeds)) if len(seeds) == 1 else f"up to {max(seeds)}"
+        note += f", mean over {count} seeds ± half-width of the 95 % confidence interval"
+    if measure.is_loss:
+        note += "; lower is better"
+    own: dict[str, list[str]] = {}
+    for key, short in zip(keys, shorten_names(keys), strict=True):
+        head, _, rest = key.partition(".")
+        if head == "methods":
+            own.setdefault(rest.partition(".")[0], []).append(short)
+    for method, fields in own.items():
+        titles = list(dict.fromkeys(group.short for group in groups if group.method == method))
+        others = list(dict.fromkeys(group.short for group in groups if group.method != method))
+        if titles and others:
+            are = "is a setting" if len(fields) == 1 else "are settings"
+            note += f". {' and '.join(fields)} {are} of {titles[0]} and no matter to {' and '.join(others)}"
+    return f"{note}."

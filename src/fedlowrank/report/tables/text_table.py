@@ -1,0 +1,129 @@
+"""Tables of formatted text, and how Markdown and a terminal show them; the page has a template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from .number_formats import on_one_line
+
+TERMINAL = 80  # characters of a line in a terminal; a table that needs more continues in a further table
+LABEL = 24  # most characters of a label in a terminal; a longer one takes several lines
+
+
+class TableColumn(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    unit: str = ""  # of the numbers; empty if each carries its own
+    note: str = ""  # what the title means, for a footnote; empty if it explains itself
+    align: Literal["left", "right"] = "right"
+    is_wide: bool = False  # left out in a terminal where not all columns fit into one table
+
+    @property
+    def heading(self) -> str:
+        """Title with unit."""
+        return f"{self.title} / {self.unit}" if self.unit else self.title
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text."""
+
+    title: str
+    fields: tuple[str, ...]  # headings of the first columns, which name a row
+    columns: tuple[TableColumn, ...]  # the others
+    rows: tuple[tuple[str, ...], ...]  # cells, those of the fields first
+    note: str = ""  # what a reader has to know
+    experiments: int = 1  # how many the table joins
+    bold: frozenset[tuple[int, int]] = frozenset()  # row and column of the cells in bold, fields counted
+    bold_note: str = ""  # what bold means
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", on_one_line(text)).replace("<", "&lt;").replace(">", "&gt;")
+
+
+def to_markdown(table: TextTable) -> str:
+    """The table as Markdown, with its title above and its note below."""
+    heads = [*table.fields, *(column.heading for column in table.columns)]
+    rules = [":---"] * len(table.fields) + ["---:" if c.align == "right" else ":---" for c in table.columns]
+    rows = [[_markdown_cell(table, y, x) for x in range(len(row))] for y, row in enumerate(table.rows)]
+    lines = [f"| {' | '.join(row)} |" for row in (list(map(escape_markdown, heads)), rules, *rows)]
+    note = [line for text in (table.note, table.bold_note) if text for line in ("", escape_markdown(text))]
+    return "\n".join([f"**{escape_markdown(table.title)}**", "", *lines, *note])
+
+
+def _markdown_cell(table: TextTable, row: int, column: int) -> str:
+    text = escape_markdown(table.rows[row][column])
+    return f"**{text}**" if (row, column) in table.bold else text
+
+
+def to_rich(table: TextTable) -> Iterator[Table | Text]:
+    """As many tables as the width of a terminal takes, each with the fields in front, then the note."""
+    for i, columns in enumerate(_share_out(table)):
+        title = Text(table.title + (", continued" if i else ""))
+        made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for field in table.fields:
+            made.add_column(
+                Text(field), overflow="fold", no_wrap=bool(table.note), min_width=None if table.note else 10
+            )
+        for place in columns:
+            column = table.columns[place]
+            made.add_column(
+                Text(column.title if table.note else _stack(column)), justify=column.align, overflow="fold",
+                no_wrap=not _wraps(table, column), max_width=LABEL if table.note else None,
+            )  # fmt: skip
+        shown = [*range(len(table.fields)), *(len(table.fields) + place for place in columns)]
+        for y, row in enumerate(table.rows):
+            # Text, not markup: a name in brackets must stay a name.
+            made.add_row(*(Text(row[x], style="bold" if (y, x) in table.bold else "") for x in shown))
+        yield made
+    for text in (table.note, table.bold_note):
+        if text:
+            yield Text(text, style="dim")
+
+
+def _wraps(table: TextTable, column: TableColumn) -> bool:
+    return bool(table.note) or column.align == "left"
+
+
+def _stack(column: TableColumn) -> str:
+    # Short headings on several lines, so that all columns fit into 80 characters.
+    return column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)
+
+
+def _share_out(table: TextTable) -> Sequence[Sequence[int]]:
+    """Places of the columns that stand in each table of a terminal."""
+    fields = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
+    taken = sum(3 + width for width in fields) if table.note else max(10, min(LABEL, fields[0]))
+    room = TERMINAL - 2 - taken
+    whole = _fill(table, range(len(table.columns)), room)
+    if len(whole) == 1:
+        return whole
+    return _fill(table, [place for place, column in enumerate(table.columns) if not column.is_wide], room)
+
+
+def _fill(table: TextTable, places: Iterable[int], room: int) -> list[list[int]]:
+    """Columns at these places, shared out to tables that have room for so many characters."""
+    shares: list[list[int]] = []
+    left = 0
+    for place in places:
+        column = table.columns[place]
+        lines = [*_stack(column).splitlines(), *(row[len(table.fields) + place] for row in table.rows)]
+        if table.note:
+            lines[: len(_stack(column).splitlines())] = [column.title]
+        width = 3 + min(max(map(len, lines)), LABEL if _wraps(table, column) else TERMINAL)
+        if not shares or width > left:
+            shares.append([])
+            left = room
+        shares[-1].append(place)
+        left -= width
+    return shares

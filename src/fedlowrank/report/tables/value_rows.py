@@ -1,0 +1,52 @@
+"""Every value of every run as one CSV file, a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from ...core.io.atomic_files import as_checkpoint_error, write_atomically
+from ...results.frames import ALL, KEYS, client_frame
+from ...results.records import RunRecord
+from ..statistics.frame import section
+
+COLUMNS = ("run", "method", "seed", "round", "client", "client_name", "series", "split", "metric", "value")
+
+
+def list_values(record: RunRecord) -> pd.DataFrame:
+    """List every evaluated value of a run: accuracy, loss and further metrics of all its series.
+
+    Returns:
+        The columns :data:`COLUMNS`. ``run`` is the folder, ``method`` the name or variant; ``client_name``
+        is empty where clients have no names. A value that is not
+        defined has no row; one that is not finite is ``inf``.
+    """
+    table = client_frame(record.measurements, series=ALL)
+    if "client_name" not in table:
+        table["client_name"] = ""
+    keys = ["round", "client", "client_name", "series", "split"]
+    names = [name for name in table if name not in (*keys, *KEYS)]
+    found = table.melt(id_vars=keys, value_vars=names, var_name="metric", value_name="value").dropna(
+        subset="value"
+    )
+    method, seed = section(record.config, "method").get("name"), section(record.config, "run").get("seed")
+    return found.assign(run=str(record.folder), method=method, seed=seed)[list(COLUMNS)]
+
+
+def write_values(records: Sequence[RunRecord], path: Path) -> None:
+    """Write every value of runs as CSV, one run after another, so that one run is in memory at a time.
+
+    Raises:
+        CheckpointError: if the file cannot be written.
+    """
+    with as_checkpoint_error(f"cannot make {path.parent}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, _format_rows(records))
+
+
+def _format_rows(records: Sequence[RunRecord]) -> Iterator[bytes]:
+    yield f"{','.join(COLUMNS)}\n".encode()
+    for record in records:
+        yield str(list_values(record).to_csv(index=False, header=False, lineterminator="\n")).encode()

@@ -1,0 +1,45 @@
+"""How often a backdoor leads where its attacker wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..core.contract.method import ClientInfo
+from ..data.federation import Federation
+from ..trust.attacks import with_trigger
+from ..trust.trust_settings import Attack
+from .local_model import LocalModel
+from .scoring import measure, pool_of
+
+
+def backdoor_success(
+    federation: Federation,
+    clients: Iterable[ClientInfo],
+    attack: Attack,
+    model_of: Callable[[ClientInfo], LocalModel],
+) -> float | None:
+    """Share of test examples of other classes that a model takes for the target with the trigger.
+
+    Args:
+        federation: holds the examples.
+        clients: whose models are looked at, commonly the honest ones.
+        attack: says the target.
+        model_of: the model of a client.
+
+    Returns:
+        The mean over the clients that have such examples; None if there are none.
+    """
+    found: list[float] = []
+    for info in clients:
+        triggered = with_trigger(federation.clients[info.id].test, attack)
+        if not len(triggered):
+            continue
+        made = model_of(info)
+        predict = next(iter(made.predictors.values()))
+        with torch.inference_mode():
+            rate = measure(predict, pool_of(made.model, [triggered])).accuracy[0]
+        if rate is not None:
+            found.append(rate)
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,450 @@
+"""Metrics besides accuracy and loss: named ones, and functions of the user's own.
+
+A metric is computed for each client, series and split from the model's scores on the client's own examples.
+Definitions are those of scikit-learn, where it has the metric: ``f1_score``, ``balanced_accuracy_score``,
+``roc_auc_score``, ``average_precision_score``, ``top_k_accuracy_score``, the root of ``mean_squared_error``,
+``mean_absolute_error``, and ``r2_score`` without its option ``force_finite``. Its functions are not called: on the
+small sets that clients have, most of the time would go into their checks of arguments. Two things differ. A metric
+that scikit-learn warns about or sets to a constant, such as AUROC of one class, is None. AUROC and average
+precision rank examples by :func:`log_odds`, because probabilities of confident models round to 0 and 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.arguments.user_code import import_named
+from ..core.errors import ConfigError, did_you_mean
+from ..core.learning.losses import AUTO, Loss
+from ..data.dataset import Examples
+
+Floats = NDArray[np.float64]
+Labels = NDArray[Any]
+
+BINS = 15
+"""Bins of equal width of the expected calibration error, as in Guo et al. (arXiv:1706.04599)."""
+
+
+def softmax(scores: Floats) -> Floats:
+    """Probabilities ``[n, classes]`` of scores."""
+    # scores of a model that diverged give NaN
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        found: Floats = powers / powers.sum(axis=1, keepdims=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that says how good scores are on a set of examples.
+
+    Attributes:
+        about: what it is.
+        compute: from scores, float64 ``[n, classes]``, and labels, int64 ``[n]``, of examples or of pixels and
+            tokens that count; of a regression from outputs and targets ``[n, d]``. n is at least 1. None where
+            the metric is not defined.
+        task: what it needs; ``any`` for a function of the user's own.
+        bounds: its least and its largest value.
+        above: number of classes that it needs more than.
+        of_labels: the same from scores and targets ``[n, classes]`` of zeros and ones, where every class of an
+            example is present or absent; None where there is no such metric.
+    """
+
+    about: str
+    compute: Callable[[Floats, Labels], float | None]
+    task: Literal["classes", "regression", "labels", "any"] = "classes"
+    bounds: tuple[float, float] = (0.0, 1.0)
+    above: int = 0
+    of_labels: Callable[[Floats, Labels], float | None] | None = None
+
+
+def _f1(average: Literal["macro", "weighted"], scores: Floats, labels: Labels) -> float:
+    hits, labeled, predicted = _counts(scores, labels)
+    # of the classes that are a label or a prediction, as scikit-learn averages
+    known = labeled + predicted > 0
+    f1 = 2 * hits[known] / (labeled + predicted)[known]
+    return float(np.average(f1, weights=labeled[known] if average == "weighted" else None))
+
+
+def _micro_f1(scores: Floats, labels: Labels) -> float:
+    """Of one label an example it is the accuracy."""
+    return float((scores.argmax(1) == labels).mean())
+
+
+def _intersection_over_union(scores: Floats, labels: Labels) -> float:
+    """Mean over the classes that are a label or a prediction: hits / (labeled + predicted - hits)."""
+    hits, labeled, predicted = _counts(scores, labels)
+    known = labeled + predicted > 0
+    return float((hits[known] / (labeled + predicted - hits)[known]).mean())
+
+
+def _count_labels(scores: Floats, targets: Labels) -> tuple[Labels, Labels, Labels]:
+    """Of each class how often it is rightly present, present, and predicted to be present."""
+    is_present, is_predicted = targets > 0.5, scores > 0
+    return (is_present & is_predicted).sum(0), is_present.sum(0), is_predicted.sum(0)
+
+
+def _f1_of_labels(average: Literal["macro", "weighted"], scores: Floats, targets: Labels) -> float | None:
+    hits, present, predicted = _count_labels(scores, targets)
+    # scikit-learn sets the F1 score of a class that is never present nor predicted to 0
+    f1 = 2 * hits / np.maximum(present + predicted, 1)
+    if average == "weighted":
+        return float(np.average(f1, weights=present)) if present.any() else None
+    return float(f1.mean())
+
+
+def _micro_f1_of_labels(scores: Floats, targets: Labels) -> float | None:
+    hits, present, predicted = (int(n.sum()) for n in _count_labels(scores, targets))
+    return 2 * hits / (present + predicted) if present + predicted else None
+
+
+def _intersection_of_labels(scores: Floats, targets: Labels) -> float | None:
+    hits, present, predicted = _count_labels(scores, targets)
+    union = present + predicted - hits
+    return float((hits[union > 0] / union[union > 0]).mean()) if union.any() else None
+
+
+def _mean_of_labels(
+    of: Callable[[NDArray[np.bool_], Floats], float], scores: Floats, targets: Labels
+) -> float | None:
+    """Mean of a metric of each class; None where a class is present in all examples or in none."""
+    is_present = targets > 0.5
+    if is_present.all(0).any() or not is_present.any(0).all():
+        return None
+    return float(np.mean([of(is_present[:, c], scores[:, c]) for c in range(scores.shape[1])]))
+
+
+def _balanced_accuracy(scores: Floats, labels: Labels) -> float:
+    hits, labeled, _ = _counts(scores, labels)
+    present = labeled > 0
+    return float((hits[present] / labeled[present]).mean())
+
+
+def _counts(scores: Floats, labels: Labels) -> tuple[Labels, Labels, Labels]:
+    """Of each class how many examples are right, have it as label, and are predicted to have it."""
+    chosen, classes = scores.argmax(1), scores.shape[1]
+    hits, labeled, predicted = (
+        np.bincount(of, minlength=classes) for of in (labels[chosen == labels], labels, chosen)
+    )
+    return hits, labeled, predicted
+
+
+def log_odds(scores: Floats) -> Floats:
+    """Log-odds ``[n, classes]`` of each class against all others: z_c - log Σ_j≠c exp(z_j).
+
+    They have the order of the softmax probabilities without rounding to 0 or 1. Rows with the same scores in
+    another order give the same numbers, so that ties stay ties.
+
+    Args:
+        scores: ``[n, classes]``, at least two classes; a row may hold minus infinity, but not alone.
+    """
+    ascending = np.sort(scores, axis=1)
+    largest = ascending[:, -1:]
+    powers = np.exp(scores - largest)
+    total = np.exp(ascending - largest).sum(axis=1, keepdims=True)
+    # the others of the largest score: a difference of sums would lose them
+    second = ascending[:, -2:-1]
+    finite = np.where(np.isfinite(second), second, 0.0)
+    others = np.exp(ascending[:, :-1] - finite).sum(axis=1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        of_largest = (largest - finite) - np.log(others)
+        is_largest = scores == largest
+        rest = np.log(np.where(is_largest, 1.0, total - powers))
+    return np.where(is_largest, of_largest, scores - largest - rest)
+
+
+def _one_versus_rest(
+    of: Callable[[NDArray[np.bool_], Floats], float], scores: Floats, labels: Labels
+) -> float | None:
+    """Mean over the classes present of a metric of each class against all others; None for one class.
+
+    Of two classes, class 1 is the positive one.
+    """
+    present = np.unique(labels)
+    if len(present) < 2:
+        return None
+    if scores.shape[1] == 2:
+        return of(labels == 1, scores[:, 1] - scores[:, 0])
+    ranking = log_odds(scores)
+    return float(np.mean([of(labels == c, ranking[:, c]) for c in present]))
+
+
+def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Floats) -> float:
+    """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
+    positive, negative = ranking[is_positive], np.sort(ranking[~is_positive])
+    below, not_above = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
+    return float((below + not_above).mean() / 2 / len(negative))
+
+
+def _average_precision(is_positive: NDArray[np.bool_], ranking: Floats) -> float:
+    """Sum over thresholds of the precision times the step of recall."""
+    order = np.argsort(-ranking, kind="stable")
+    hits, ranked = np.cumsum(is_positive[order]), ranking[order]
+    # examples of equal rank have one threshold
+    last = np.append(ranked[1:] != ranked[:-1], True)
+    precision = (hits / np.arange(1, len(hits) + 1))[last]
+    return float((np.diff(hits[last], prepend=0) * precision).sum() / hits[-1])
+
+
+def _top(k: int, scores: Floats, labels: Labels) -> float:
+    """Share of examples whose class is among the first k; of equal scores the higher class number comes first."""
+    own = np.take_along_axis(scores, labels[:, None], axis=1)
+    is_later = np.arange(scores.shape[1]) > labels[:, None]
+    before = (scores > own) | ((scores == own) & is_later)
+    return float((before.sum(1) < k).mean())
+
+
+def _calibration_error(scores: Floats, labels: Labels) -> float:
+    """Expected calibration error of the highest probability, in bins (a, b] of equal width."""
+    confidence = softmax(scores).max(1)
+    gaps = (scores.argmax(1) == labels) - confidence
+    place = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    return float(np.abs(np.bincount(place, gaps, BINS)).sum() / len(labels))
+
+
+def _root_mean_square(outputs: Floats, targets: Labels) -> float:
+    return math.sqrt(np.square(outputs - targets).mean())
+
+
+def _mean_absolute(outputs: Floats, targets: Labels) -> float:
+    return float(np.abs(outputs - targets).mean())
+
+
+def _determination(outputs: Floats, targets: Labels) -> float | None:
+    """R² of each target, and the mean of these; None for one example, or a target that does not vary."""
+    spread = np.square(targets - targets.mean(0)).sum(0)
+    if (targets == targets[0]).all(0).any():
+        return None
+    return float((1 - np.square(outputs - targets).sum(0) / spread).mean())
+
+
+METRICS: Mapping[str, Metric] = {
+    "macro_f1": Metric(
+        "F1 score, mean over classes", partial(_f1, "macro"), of_labels=partial(_f1_of_labels, "macro")
+    ),
+    "weighted_f1": Metric(
+        "F1 score, mean over classes weighted by examples",
+        partial(_f1, "weighted"),
+        of_labels=partial(_f1_of_labels, "weighted"),
+    ),
+    "micro_f1": Metric("F1 score over all classes at once", _micro_f1, of_labels=_micro_f1_of_labels),
+    "mean_iou": Metric(
+        "intersection over union (Jaccard), mean over the classes present or predicted",
+        _intersection_over_union,
+        of_labels=_intersection_of_labels,
+    ),
+    "balanced_accuracy": Metric("recall, mean over the classes present", _balanced_accuracy),
+    "auroc": Metric(
+        "area under the ROC curve, one versus rest, mean over the classes present",
+        partial(_one_versus_rest, _area_under_roc),
+        of_labels=partial(_mean_of_labels, _area_under_roc),
+    ),
+    "average_precision": Metric(
+        "average precision, one versus rest, mean over the classes present",
+        partial(_one_versus_rest, _average_precision),
+        of_labels=partial(_mean_of_labels, _average_precision),
+    ),
+    "top3": Metric(
+        "share of examples whose class has one of the 3 highest scores", partial(_top, 3), above=3
+    ),
+    "top5": Metric(
+        "share of examples whose class has one of the 5 highest scores", partial(_top, 5), above=5
+    ),
+    "ece": Metric("expected calibration error, 15 bins", _calibration_error),
+    "rmse": Metric(
+        "root mean squared error of a regression", _root_mean_square, "regression", (0.0, math.inf)
+    ),
+    "mae": Metric("mean absolute error of a regression", _mean_absolute, "regression", (0.0, math.inf)),
+    "r2": Metric(
+        "coefficient of determination of a regression", _determination, "regression", (-math.inf, 1.0)
+    ),
+}
+"""Metrics by name."""
+
+_OF_LABELS = {
+    name: replace(metric, task="labels", compute=metric.of_labels)
+    for name, metric in METRICS.items()
+    if metric.of_labels is not None
+}
+
+
+def check_names(given: Any) -> tuple[str, ...]:
+    """The names in ``run.metrics``; imports nothing.
+
+    Raises:
+        ConfigError: if it is no list, or a name is unknown; the message names the nearest metric.
+    """
+    if isinstance(given, str):
+        raise ConfigError(f"run.metrics is a list of names, such as [{given!r}]")
+    names = tuple(given)
+    for name in names:
+        if not isinstance(name, str):
+            known = getattr(name, "__name__", "function")
+            raise ConfigError(
+                f"run.metrics holds names; a function of your own is named 'module:{known}', in a script or "
+                f"notebook '__main__:{known}'; it is {name!r}"
+            )
+        if name in ("accuracy", "loss"):
+            raise ConfigError(f"run.metrics: {name} is always measured; leave it out")
+        if ":" not in name and name not in METRICS:
+            raise ConfigError(
+                f"run.metrics: there is no metric {name!r}. {did_you_mean(name, METRICS)} "
+                "A function of your own is named 'module:function'."
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"run.metrics names {name!r} twice")
+    return names
+
+
+OwnMetrics = Mapping[str, Callable[..., Any]]
+"""Functions ``metric(scores, targets)`` of a user, by name."""
+
+RESERVED = ("round", "client", "unseen", "hostile", "series", "split", "n", "accuracy", "loss")
+"""Columns of tables of results, so no name of a metric."""
+
+
+def split_metrics(given: Any) -> tuple[Any, OwnMetrics]:
+    """Split the metrics that are passed in Python into names, and functions by their names.
+
+    Args:
+        given: names of metrics, and functions ``metric(scores, targets)``.
+
+    Raises:
+        ConfigError: if a function has no name of its own, or the name of something else.
+    """
+    if callable(given):
+        raise ConfigError(f"run.metrics is a list, such as [{_name_of(given)}]")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return given, {}
+    names: list[Any] = []
+    own: dict[str, Callable[..., Any]] = {}
+    for one in given:
+        if not callable(one):
+            names.append(one)
+            continue
+        name = _name_of(one)
+        if isinstance(one, type):
+            raise ConfigError(f"run.metrics: {name} is a class; pass an object of it, such as {name}()")
+        if not name.isidentifier():
+            raise ConfigError(
+                f"run.metrics: {name} has no name for tables; define it by def NAME(scores, targets)"
+            )
+        if name in METRICS or name in RESERVED or name in own:
+            raise ConfigError(
+                f"run.metrics: a function is called {name!r} as {'another one' if name in own else 'something else'} "
+                "in tables of results; rename it"
+            )
+        own[name] = one
+    return names, own
+
+
+def _name_of(function: Any) -> str:
+    """The name of a function; of a callable object without one that of its class."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def choose_metrics(
+    names: Sequence[str],
+    examples: Examples,
+    classes: int,
+    loss: Loss = AUTO,
+    own: OwnMetrics | None = None,
+) -> dict[str, Metric]:
+    """The metrics of those names, for a task.
+
+    Args:
+        names: of :data:`METRICS`, or ``module:function``.
+        examples: of any client, for the form of its labels.
+        classes: number of classes; 0 for a regression.
+        loss: of the task, which says whether real targets are several labels an example.
+        own: functions of the user by name.
+
+    Raises:
+        ConfigError: if a metric does not fit the task, or its function cannot be imported.
+    """
+    if (names or own) and loss.predicts_tokens(examples.y):
+        raise ConfigError(
+            "run.metrics needs one label for each example, and language models have one for each token; "
+            "leave it empty. Accuracy and loss are always measured, and `fedlowrank score` scores what the "
+            "models write."
+        )
+    chosen = {name: METRICS[name] if name in METRICS else _import_metric(name) for name in names}
+    chosen |= {name: _own_metric(function) for name, function in (own or {}).items()}
+    task = "regression" if examples.regression else "classes"
+    if loss.is_binary(examples.y):
+        task = "labels"
+        chosen = {name: _OF_LABELS.get(name, metric) for name, metric in chosen.items()}
+    for name, metric in chosen.items():
+        if metric.task not in (task, "any"):
+            known = ", ".join(
+                _OF_LABELS if task == "labels" else [n for n, m in METRICS.items() if m.task == task]
+            )
+            raise ConfigError(
+                f"run.metrics: {name} is a metric of {_TASKS[metric.task]}, and these data are "
+                f"{_TASKS[task]}; choose among {known}"
+            )
+        if metric.above and classes <= metric.above:
+            raise ConfigError(
+                f"run.metrics: {name} needs more than {metric.above} classes, and these data have {classes}; "
+                "leave it out"
+            )
+    return chosen
+
+
+_TASKS = {
+    "classes": "a classification",
+    "regression": "a regression",
+    "labels": "a classification with several labels an example",
+}
+
+
+def compute(name: str, metric: Metric, scores: Floats, labels: Labels) -> float | None:
+    """The value of a metric on a set of examples.
+
+    Returns:
+        It; None where it is not defined; NaN where a score of a model that diverged makes no number (it is
+        NaN or infinite; a score of minus infinity is a probability of zero unless all of its row are), and of
+        a user's function that returns NaN.
+
+    Raises:
+        ConfigError: if a user's function fails or returns no number.
+    """
+    if not len(labels):
+        return None
+    if metric.task == "classes" and (scores.ndim != 2 or labels.ndim != 1):
+        raise ConfigError(
+            f"run.metrics: {name} needs a score of each class for each label, not scores {[*scores.shape]} beside labels "
+            f"{[*labels.shape]}; name a function of your own, or leave it out"
+        )
+    if metric.task != "any":
+        highest = scores.max(1) if metric.task == "classes" else scores
+        is_number = (scores < math.inf).all() and np.isfinite(highest).all()
+        return metric.compute(scores, labels) if is_number else math.nan
+    try:
+        found = metric.compute(scores, labels)
+        return None if found is None else float(found)
+    except Exception as error:
+        # whatever the user's code raises
+        form = f"scores {[*scores.shape]} and labels {[*labels.shape]}"
+        raise ConfigError(
+            f"run.metrics: {name!r} must return a number or None, and failed on {form}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _import_metric(name: str) -> Metric:
+    function = import_named(name, "run.metrics")
+    if not callable(function):
+        raise ConfigError(f"run.metrics: {name!r} is a {type(function).__name__} and not a function")
+    return _own_metric(function)
+
+
+def _own_metric(function: Callable[..., Any]) -> Metric:
+    return Metric("", function, "any", (-math.inf, math.inf))

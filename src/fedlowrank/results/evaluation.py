@@ -1,0 +1,303 @@
+"""What every client's own model is worth on its own validation and test examples, and what it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.contract.method import ClientInfo, Task
+from ..core.errors import naming
+from ..core.key import generator_states
+from ..core.learning.losses import AUTO, Loss
+from ..data.dataset import ClientData
+from ..data.federation import Federation
+from ..engines.engine import AnyMethod, Engine
+from .client_metrics import Metric
+from .local_model import LocalModel, local_model
+from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
+from .scoring import Scores, ScoringPool, concatenate, measure, measure_each, pool_of
+
+Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
+"""Models, each with the clients that use it."""
+
+SPLITS = ("val", "test")
+
+BLOCK = 4096
+"""Examples of the clients in a block, the unit of work that an engine maps over."""
+
+CACHE = 1 << 30
+"""Bytes of concatenated inputs that are kept from one evaluation to the next."""
+
+_NAMED = 5
+"""Clients that one warning names."""
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Evaluates the models that clients would use now, those of clients that never took part included.
+
+    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples.
+    Where models differ but not their module of standard layers, each scores its own rows of them.
+
+    Args:
+        method: says how a client infers.
+        federation: the clients.
+        task: what is learnt.
+        engine: maps over blocks of clients; also executes what a method does to its model before it infers
+            (adaptation on *training* data).
+        metrics: besides accuracy and loss, by name.
+    """
+
+    def __init__(
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        task: Task,
+        engine: Engine,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> None:
+        self.method, self.federation, self.task, self.engine = method, federation, task, engine
+        self.metrics = metrics or {}
+        self._examples = [len(data.val) + len(data.test) for data in federation.clients]
+        # of this evaluation and of the one before
+        self._pools: dict[tuple[int, ...], ScoringPool] = {}
+        self._former_pools: dict[tuple[int, ...], ScoringPool] = {}
+        self._is_separable: dict[str, bool] = {}
+        self._not_finite: set[int] = set()
+
+    def evaluate(
+        self,
+        server: Any,
+        state_of: Callable[[ClientInfo], Any],
+        round: int,
+        clients: Sequence[ClientInfo] | None = None,
+    ) -> Block:
+        """Accuracy, loss, further metrics, size and shares of clusters of every client's model.
+
+        Args:
+            server: its state after the round.
+            state_of: state of a client, fresh for one that never took part.
+            round: counted from 0.
+            clients: whom to evaluate; None for all.
+        """
+
+        def model_of(info: ClientInfo) -> LocalModel:
+            state = state_of(info)
+            return local_model(
+                self.method, self.federation, self.task, self.engine, state, info, round, server=server
+            )
+
+        def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
+            return dataclasses.asdict(self._evaluate_block(block, model_of))
+
+        blocks = self._blocks(self.federation.infos if clients is None else clients)
+        self._pools, self._former_pools = {}, self._pools
+        found = self.engine.each(work, blocks)
+        self._former_pools = {}
+        measured = Block.join([Block.from_json(block) for block in found])
+        self._warn_of_not_finite(measured)
+        return measured
+
+    def _warn_of_not_finite(self, measured: Block) -> None:
+        """Name once each client with a loss that means leave out."""
+        found: dict[int, str] = {}
+        for column in measured.columns:
+            for client, loss in zip(measured.clients, column.values, strict=True):
+                if column.name != LOSS or loss is None or math.isfinite(loss) or client in self._not_finite:
+                    continue
+                n = len(getattr(self.federation.clients[client], column.split))
+                examples = f"{n} {column.split} example{'' if n == 1 else 's'}"
+                title = self.federation.infos[client].title
+                found.setdefault(client, f"{title} ({column.series} model, {examples})")
+        self._not_finite |= found.keys()
+        if found:
+            named = [*found.values()]
+            logger.warning(
+                "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Means over clients leave the "
+                "loss out, and such examples count as wrong",
+                ", ".join(named[:_NAMED]),
+                f" and {len(named) - _NAMED} more clients" if len(named) > _NAMED else "",
+            )
+
+    def _blocks(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
+        """Consecutive clients with about BLOCK examples together; the same for every engine."""
+        blocks: list[list[ClientInfo]] = []
+        examples = BLOCK
+        for info in infos:
+            if examples >= BLOCK:
+                blocks.append([])
+                examples = 0
+            blocks[-1].append(info)
+            examples += self._examples[info.id]
+        return blocks
+
+    def _evaluate_block(
+        self, infos: Sequence[ClientInfo], model_of: Callable[[ClientInfo], LocalModel]
+    ) -> Block:
+        groups: dict[Any, list[int]] = {}
+        models: dict[Any, LocalModel] = {}
+        own = self.task.architectures.values()
+        is_global = self.method.one_model and not any(model.buffers or model.couples for model in own)
+        for place, info in enumerate(infos):
+            # the server's own model needs no look at every client
+            shared: Any = info.architecture if is_global else None
+            if shared not in models:
+                model = model_of(info)
+                shared = shared or model.identity or info.id
+                models.setdefault(shared, model)
+            groups.setdefault(shared, []).append(place)
+        parts = []
+        kinds: dict[Any, list[tuple[LocalModel, list[int]]]] = {}
+        used = {id(model.model): model.model for model in models.values()}
+        is_standard = {i: model.is_standard for i, model in used.items()}
+        for shared, places in groups.items():
+            model, kind = models[shared], shared
+            # a function of the method, and a user's module, is called for one model at a time
+            if isinstance(shared, tuple) and is_standard[id(model.model)]:
+                kind = (model.model, *model.client_model.series)
+            kinds.setdefault(kind, []).append((model, places))
+        for same in kinds.values():
+            together = [(model, [infos[place] for place in places]) for model, places in same]
+            scores = self._score_together(together)
+            if scores is not None:
+                parts.append(_block(together, scores))
+                continue
+            for model, clients in together:
+                for info in clients:
+                    client = model if len(clients) == 1 else model_of(info)
+                    data = self.federation.clients[info.id]
+                    with naming(f"{info.title}, whose examples are evaluated as one batch"):
+                        parts.append(evaluate_client(client, info, data, self.metrics, self.federation.loss))
+        return Block.join(parts)
+
+    def _score_together(self, models: Models) -> dict[str, Scores] | None:
+        """Scores of models of one module on the splits of their clients, by series.
+
+        Returns:
+            Them, or None where clients must be scored one by one.
+        """
+        first, infos = models[0]
+        model = first.model
+        if len(models) == len(infos) == 1 or model.couples or model.has_hooks:
+            return None
+        if self._is_separable.get(model.name) is False:
+            return None
+        pool = self._pool([info.id for _, infos in models for info in infos])
+        if pool is None:
+            return None
+        with torch.inference_mode():
+            if model.name in self._is_separable:
+                return _measure(models, pool, self.metrics)
+            return self._checked(models, pool)
+
+    def _checked(self, models: Models, pool: ScoringPool) -> dict[str, Scores] | None:
+        """Scores by a module; None if it mixes examples of a batch or draws random numbers.
+
+        Whether it does is found by comparing the scores of the first client that has examples with those
+        on its examples alone.
+        """
+        clients = [(model, info.id) for model, infos in models for info in infos]
+        place = next(k for k, (_, i) in enumerate(clients) if self._examples[i])
+        first, i = clients[place]
+        data = self.federation.clients[i]
+        alone = ScoringPool([getattr(data, split) for split in SPLITS], loss=self.federation.loss)
+        own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
+        is_equal = True
+        with first.key.global_generators(data.train.y.device):
+            before = generator_states()
+            found = _measure(models, pool, self.metrics)
+            for name, predict in first.predictors.items():
+                expected, got = measure(predict, alone).risk, found[name].risk[own]
+                is_equal = is_equal and all(map(_is_close, expected, got))
+            draws = generator_states() != before
+        self._is_separable[first.model.name] = is_equal and not draws
+        if is_equal and not draws:
+            return found
+        why = "draws random numbers" if draws else "mixes the examples of a batch"
+        logger.warning("model %s %s: it is evaluated client by client", first.model.name, why)
+        return None
+
+    def _pool(self, clients: Sequence[int]) -> ScoringPool | None:
+        """The splits of clients, one after another; None where inputs cannot be concatenated."""
+        key = tuple(clients)
+        pool = self._former_pools.pop(key, None)
+        if pool is None:
+            data = [self.federation.clients[i] for i in clients]
+            pool = concatenate(
+                [getattr(own, split) for own in data for split in SPLITS], self.federation.loss
+            )
+        if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= CACHE:
+            self._pools[key] = pool
+        return pool
+
+
+def evaluate_client(
+    client: LocalModel,
+    info: ClientInfo,
+    data: ClientData,
+    metrics: Mapping[str, Metric] | None = None,
+    loss: Loss = AUTO,
+) -> Block:
+    """What one client's models are worth on its own examples by the loss of the task, with further metrics by name."""
+    device = data.train.y.device
+    # a layer that is not standard may draw random numbers in evaluation, too
+    draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
+    with torch.inference_mode(), draws:
+        pool = pool_of(client.model, [getattr(data, split) for split in SPLITS], loss)
+        scores = {name: measure(predict, pool, metrics) for name, predict in client.predictors.items()}
+        return _block([(client, [info])], scores)
+
+
+def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
+    """Scores of models on the splits of their clients, by series."""
+    predictors = [(model.predictors, len(SPLITS) * len(infos)) for model, infos in models]
+    return {
+        name: measure_each([(of[name], sets) for of, sets in predictors], pool, metrics)
+        for name in predictors[0][0]
+    }
+
+
+def _block(models: Models, scores: Mapping[str, Scores]) -> Block:
+    """What was measured of clients, given the scores of each series on the splits of one client after another."""
+    tables: dict[str, dict[str, list[float | None]]] = {
+        ACCURACY: {series: of.accuracy for series, of in scores.items()},
+        LOSS: {series: [_shorten(v) for v in of.risk] for series, of in scores.items()},
+    }
+    for name in next(iter(scores.values())).metrics:
+        tables[name] = {series: [_shorten(v) for v in of.metrics[name]] for series, of in scores.items()}
+    columns = [
+        Column(name, series, split, values[k :: len(SPLITS)])
+        for name, of in tables.items()
+        for series, values in of.items()
+        for k, split in enumerate(SPLITS)
+    ]
+    clients = [(model, info.id) for model, infos in models for info in infos]
+    columns += [
+        Column(PARAMETERS, series, "", [model.count_parameters(series) for model, _ in clients])
+        for series in scores
+    ]
+    routes = [model.routes or [] for model, _ in clients]
+    columns += [
+        Column(ROUTE, str(cluster), "", [of[cluster] if cluster < len(of) else None for of in routes])
+        for cluster in range(max(map(len, routes)))
+    ]
+    return Block([i for _, i in clients], columns)
+
+
+def _shorten(value: float | None) -> float | None:
+    """A loss or metric to six significant digits, of float32's seven: records stay small."""
+    return value if value is None else float(f"{value:.6g}")
+
+
+def _is_close(a: float | None, b: float | None) -> bool:
+    """Whether two mean losses are equal up to the rounding of sums in another order."""
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))

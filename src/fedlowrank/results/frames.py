@@ -1,0 +1,252 @@
+"""Results as tables of pandas: of one run, and of all runs below a folder."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from .measurements import COSTS, Measurements
+from .records import RoundRecord, RunRecord, describe_missing
+
+logger = logging.getLogger(__name__)
+
+KEYS = ("round", "client", "unseen", "hostile", "series", "split", "n")
+
+ALL = "all"
+"""In the place of a series: rows of every one."""
+
+
+def client_frame(table: Measurements, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
+    """One row for each evaluated round, client and split, of the method's headline series.
+
+    A method may evaluate several models of a client, which are its *series*: Ditto the client's own model and the
+    global one. A mean over rows of several series is a number of no model, so that others than the headline have
+    to be named.
+
+    Args:
+        table: of the run.
+        last: keep only the last evaluated round.
+        series: name of a series, or ``"all"``; None for the headline, the first that the method reports.
+
+    Returns:
+        Columns round, client, client_name (where clients have names), unseen, hostile, series, split, n
+        (examples of the client in the split; NaN if they are not known), accuracy, loss and one for each
+        further metric. NaN where a client has no example in a split or a metric is not defined; infinite where
+        the result of a model that diverged is not finite. Clients that were not evaluated
+        (``evaluate_clients``) have no row.
+
+    Raises:
+        ConfigError: if there is no such series.
+    """
+    known = table.all_series
+    if known:
+        _require_series(series, known, "the run")
+    rounds, names = table.evaluated_rounds, ["accuracy", "loss", *table.metrics]
+    unseen, hostile = table.flagged("unseen"), table.flagged("hostile")
+    parts = []
+    for t in rounds[-1:] if last else rounds:
+        who = np.array(table.evaluated(t), dtype=int)
+        is_unseen, is_hostile = (np.isin(who, [*flagged]) for flagged in (unseen, hostile))
+        for name in _choose_series(series, known):
+            for split in table.splits(t, name):
+                n = table.examples(split, table.clients)[who]
+                columns = dict(zip(KEYS, (t, who, is_unseen, is_hostile, name, split, n), strict=True))
+                for metric in names:
+                    row = table.row(t, metric, name, split)
+                    columns[metric] = math.nan if row is None else row[who]
+                parts.append(pd.DataFrame(columns))
+    if not parts:
+        return pd.DataFrame(columns=[*KEYS, "accuracy", "loss"])
+    frame = pd.concat(parts, ignore_index=True)
+    client_names = table.column("name")
+    if any(client_names.values()):
+        named = [client_names.get(i) or "" for i in frame["client"]]
+        frame.insert(KEYS.index("client") + 1, "client_name", named)
+    return frame
+
+
+def _choose_series(series: str | None, known: Sequence[str]) -> Sequence[str]:
+    """Names of the series to show, of those that a run has."""
+    if series is None:
+        return known[:1]
+    return known if series == ALL else [name for name in known if name == series]
+
+
+def _require_series(series: str | None, known: Collection[str], whose: str) -> None:
+    """Raise ConfigError if a series is named that is not known."""
+    if series is not None and series != ALL and series not in known:
+        raise ConfigError(
+            f"{whose} has no series {series!r}. {did_you_mean(series, sorted(known))} "
+            f"series = {ALL!r} gives rows of all."
+        )
+
+
+def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
+    """One row for each round, the one before training included.
+
+    Returns:
+        Columns round, participants and lost (numbers of clients), the fields bytes_up, bytes_down,
+        parameters_up, parameters_down, steps and flops of :class:`.records.RoundRecord`, ``seconds_train``,
+        ``seconds_server`` and ``seconds_evaluate``, and ``loss_PASS``, the mean training loss of each pass of
+        the method; with a simulated clock ``simulated_seconds``.
+    """
+    rows = []
+    for record in records:
+        row: dict[str, Any] = {"round": record.round}
+        row |= {"participants": len(record.participants), "lost": len(record.lost)}
+        row |= {name: getattr(record, name) for name in COSTS}
+        if record.simulated_seconds is not None:
+            row["simulated_seconds"] = record.simulated_seconds
+        row |= {f"seconds_{name}": value for name, value in record.seconds.items()}
+        row |= {f"loss_{name}": value for name, value in record.loss.items()}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: str = "accuracy") -> pd.Series:
+    """Average results over clients, each weighted by its number of examples n.
+
+    ``table.groupby(by)[column].mean()`` counts every client once, as the report does. The mean here counts every
+    example once: of accuracies it is the accuracy on the examples of all clients together.
+
+    Args:
+        table: rows of one series and one split, of :func:`load_runs` or :meth:`..rounds.outcome.result.Result.to_frame`.
+        by: columns whose values belong together, such as ``["method", "seed"]``.
+        column: what to average.
+
+    Returns:
+        The means by the values of ``by``. Clients without a value are left out; NaN if no client is left, and
+        infinite if the model of one diverged.
+
+    Raises:
+        DataError: if several series, splits or rounds of a client would be averaged, or n is not known.
+
+    Example:
+        >>> test = load_runs("runs/", last=True).query("split == 'test'")  # doctest: +SKIP
+        >>> average_by_examples(test, ["method", "seed"]).groupby("method").mean()  # doctest: +SKIP
+    """
+    keys = [by] if isinstance(by, str) else list(by)
+    twice = table[
+        table.duplicated([*keys, *{"run", "client"}.difference(keys).intersection(table)], keep=False)
+    ]
+    for name in ("series", "split", "round"):
+        mixed = [*twice[name].unique()]
+        if len(mixed) > 1 and name not in keys:
+            raise DataError(
+                f"average_by_examples: of a client, rows of {name} {', '.join(map(repr, mixed[:3]))} would be "
+                f'averaged together. Choose one, such as table.query("{name} == {mixed[-1]!r}"), or add '
+                f"{name!r} to by."
+            )
+    some = table[table[column].notna()]
+    if some["n"].isna().any():
+        raise DataError(
+            "average_by_examples: the numbers of examples of some clients are not known, as in a run over a "
+            "network under privacy. Average clients alike: table.groupby(by)[column].mean()"
+        )
+    groups = some.assign(total=some[column] * some["n"]).groupby(keys)[["total", "n"]].sum()
+    means: pd.Series = groups["total"] / groups["n"]
+    every = table.groupby(keys).size().index
+    return means.reindex(every).rename(column)
+
+
+def load_runs(folder: str | Path, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
+    """Read the results of all runs in a folder and in the folders below it.
+
+    Args:
+        folder: a run folder, or any folder above, such as ``"runs"``.
+        last: keep only the last evaluated round of each run.
+        series: which of a method's models, by name, or ``"all"``; None for the headline of each method, by which
+            the report judges it. Runs of methods that lack a named series have no rows.
+
+    Returns:
+        One row for each run, evaluated round, client, series and split. First come columns of the run:
+        ``run`` (its path below ``folder``), ``experiment``, ``method``, ``seed`` and one for each varied
+        field, such as ``partition.alpha`` (None where a run does not vary it). Then come those of
+        :meth:`..rounds.outcome.result.Result.to_frame`.
+
+    Raises:
+        CheckpointError: if there is no run, or one cannot be read.
+        ConfigError: if no run has such a series.
+
+    Example:
+        >>> runs = load_runs("runs/", last=True).query("split == 'test' and not unseen")  # doctest: +SKIP
+        >>> runs.groupby(["method", "seed"])["accuracy"].mean()  # doctest: +SKIP
+    """
+    found = _load_records(folder)
+    _require_series(series, _series_of(record.rounds for _, record in found), f"no run in {folder}")
+    parts = []
+    for name, record in found:
+        if series in (None, ALL, *_series_of([record.rounds])):
+            parts.append(_labeled(client_frame(record.measurements, last=last, series=series), name, record))
+    return _joined(parts)
+
+
+def _series_of(runs: Iterable[Sequence[RoundRecord]]) -> set[str]:
+    return {name for rounds in runs for record in rounds for name in record.series()}
+
+
+def load_rounds(folder: str | Path) -> pd.DataFrame:
+    """Read what the rounds of all runs in a folder cost: bytes, operations, seconds and training losses.
+
+    Args:
+        folder: as in :func:`load_runs`.
+
+    Returns:
+        One row for each run and round: columns of the run as in :func:`load_runs`, then those of
+        :func:`rounds_frame`.
+
+    Raises:
+        CheckpointError: if there is no run, or one cannot be read.
+    """
+    return _joined(_labeled(rounds_frame(r.rounds), name, r) for name, r in _load_records(folder))
+
+
+def _load_records(folder: str | Path) -> list[tuple[str, RunRecord]]:
+    """The runs below a folder with their paths, without those that were moved aside."""
+    root = Path(folder)
+    folders = sorted(path.parent for path in root.rglob("run.json"))
+    kept = [f for f in folders if not re.search(r"\.old-\d+(/|$)", f.relative_to(root).as_posix())]
+    if not kept:
+        raise CheckpointError(f"{root} holds no run: neither it nor a folder below it has a run.json")
+    found = [(root.name if f == root else f.relative_to(root).as_posix(), RunRecord.load(f)) for f in kept]
+    for _, record in found:
+        if record.missing:
+            logger.warning("%s: %s; they have no rows", record.folder, describe_missing(record.missing))
+    return found
+
+
+def _labeled(frame: pd.DataFrame, name: str, record: RunRecord) -> pd.DataFrame:
+    config = record.config
+    labels = {
+        "run": name,
+        "experiment": config.get("name"),
+        "method": config.get("method", {}).get("name"),
+        "seed": config.get("run", {}).get("seed"),
+        **(config.get("vary") or {}),
+    }
+    # a varied value may be a list, which pandas would else spread over the rows
+    columns = {key: pd.Series([value] * len(frame), dtype=_dtype(value)) for key, value in labels.items()}
+    return pd.concat([pd.DataFrame(columns), frame.reset_index(drop=True)], axis=1)
+
+
+def _dtype(value: Any) -> Any:
+    return type(value) if isinstance(value, bool | int | float) else object
+
+
+def _joined(parts: Any) -> pd.DataFrame:
+    """One table of several, the columns of runs first."""
+    tables = [table for table in parts if len(table)]
+    if not tables:
+        return pd.DataFrame(columns=["run", "experiment", "method", "seed", *KEYS, "accuracy", "loss"])
+    # the columns that come before the round are those of runs
+    labels = [name for t in tables for name in t.columns[: list(t.columns).index("round")]]
+    others = [name for t in tables for name in t.columns]
+    return pd.concat(tables, ignore_index=True)[list(dict.fromkeys([*labels, *others]))]

@@ -1,0 +1,128 @@
+"""The model of one client, with what its use needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..core import tree
+from ..core.contract.client_model import ClientModel, Parts, Predictor
+from ..core.contract.method import ClientInfo, ClientView, Task
+from ..core.contract.model import Model
+from ..core.contract.returned import check_client_model
+from ..core.key import Key
+from ..core.tree import Params
+from ..data.federation import Federation
+from ..engines.engine import AnyMethod, Engine
+from ..linalg.matricize import count_parameters
+from ..models.statistics.client_buffers import install_buffers
+from ..training.kept_optimizers import split_optimizers
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model of one client, with what its use needs.
+
+    Attributes:
+        client_model: as the method gives it.
+        model: the client's architecture, with its own buffers and normalization statistics.
+        key: randomness of inference.
+        server: parameters of the server's own model, where it is not what clients are sent.
+    """
+
+    client_model: ClientModel
+    model: Model
+    key: Key
+    server: Params | None = None
+
+    @property
+    def predictors(self) -> dict[str, Predictor]:
+        """Functions from inputs to scores by series, the headline first."""
+        return {
+            name: value if callable(value) else partial(self.model.apply, value)
+            for name, value in self._series().items()
+        }
+
+    @property
+    def identity(self) -> Any:
+        """Equal for clients with the same tensors in the same module; None if a function gives them."""
+        made = self.client_model
+        # what a function computes lies in other memory each time
+        if any(callable(of) for of in made.series.values()) or (callable(made.params) and not made.series):
+            return None
+        series = self._series()
+        tensors = [(name, key, t.data_ptr()) for name, of in series.items() for key, t in of.items()]
+        return id(self.model), tuple(tensors)
+
+    def _series(self) -> dict[str, Any]:
+        series: dict[str, Params | Predictor] = dict(self.client_model.series)
+        if not series:
+            series["personal"] = self.client_model.whole()
+        if self.server is not None:
+            series["server"] = self.server
+        return series
+
+    @property
+    def parts(self) -> Mapping[str, Parts]:
+        """The parts of each series whose model takes fewer numbers than its weights."""
+        return self.client_model.parts
+
+    @property
+    def routes(self) -> list[float] | None:
+        """Share of each cluster, rounded to four digits so that records of many clients stay small."""
+        shares = self.client_model.routes
+        return None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
+
+    def personal(self) -> Params:
+        """Parameters of the whole model, with the client's own statistics of batch normalizations."""
+        return self.model.whole(self.client_model.whole())
+
+    def count_parameters(self, series: str) -> int:
+        """Parameter count of the model of a series."""
+        return (
+            count_parameters(self.parts[series], self.model.initial)
+            if series in self.parts
+            else self.model.parameters
+        )
+
+
+def local_model(
+    method: AnyMethod,
+    federation: Federation,
+    task: Task,
+    engine: Engine,
+    state: Any,
+    info: ClientInfo,
+    round: int,
+    *,
+    server: Any = None,
+    down: Any = None,
+) -> LocalModel:
+    """The model that a client would use now.
+
+    Args:
+        method: says which.
+        federation: the clients.
+        task: what is learnt.
+        engine: executes what a method does to its model before it infers, such as adaptation on *training*
+            data.
+        state: of the client.
+        info: who it is.
+        round: counted from 0.
+        server: state of the server, where it is known here.
+        down: what the client was sent, where the server is elsewhere.
+    """
+    trainer = engine.trainer(method, federation, round, info)
+    known = server is not None or down is None
+    state, task = install_buffers(task, split_optimizers(state)[0])
+    model = task.model(info).with_local_statistics(trainer.inputs, trainer.whose)
+    view = ClientView(info, task, model, round, trainer.data.key, trainer)
+    with torch.inference_mode(False):
+        message = tree.canonical(method.download(server, info)) if known else down
+        made = check_client_model(method, method.client_model(state, message, view))
+        whole = method.server_model(server, state, view) if known else None
+    return LocalModel(made, view.model, view.key / "evaluation", whole)

@@ -1,0 +1,274 @@
+"""What a run leaves behind, read: the record of every round, and the table of all numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from ..core.errors import CheckpointError
+from ..core.io.atomic_files import as_checkpoint_error
+from ..storage.digest import read_sealed
+from ..storage.run_files import (
+    FORMAT,
+    METRICS,
+    STATUS,
+    actual_status,
+    completed_rounds,
+    read_clients,
+    read_config,
+    read_lines,
+    salvage_lines,
+)
+from .measurements import ACCURACY, COSTS, LOSS, TRAINING_LOSS, Block, Measurements, mean_over_clients
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """Everything measured in one round.
+
+    Attributes:
+        round: rounds completed, so 1 for the first round of training and 0 for the state before it.
+        participants: clients that trained.
+        lost: participants whose reply did not arrive or was dropped, with the reason.
+        bytes_down: bytes of the encoded messages from the server to the participants.
+        bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
+        apart: clients that are in no mean of results, because they never train or are hostile; None for none.
+        parameters_down: floating-point elements in the messages to the participants.
+        parameters_up: floating-point elements in the messages back.
+        steps: optimizer steps of all participants.
+        flops: floating-point operations of training, forward and backward, of all participants.
+        seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.
+        cpu_seconds: the same in CPU time of this process.
+        loss: mean loss over the steps of each pass, over all participants.
+        measured: what the evaluation found of each client: accuracy, loss, further metrics, size of its model and
+            shares of clusters; None in rounds without evaluation.
+        simulated_seconds: what the round took by the simulated clock of ``run.devices``; None without one.
+        restored: True if the record was lost and only the evaluation was repeated from a checkpoint: what the
+            round cost is not known; else None.
+        ranks: of the server's low-rank weights by name, after the round.
+        observed: what the method says of its server after the round, such as the weight of each client's
+            reply.
+    """
+
+    round: int
+    participants: list[int] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    parameters_down: int = 0
+    parameters_up: int = 0
+    steps: int = 0
+    flops: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    measured: Block | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
+    observed: dict[str, dict[str, float]] = field(default_factory=dict)
+    simulated_seconds: float | None = None
+    apart: list[int] | None = None
+    restored: bool | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> RoundRecord:
+        """Read a line of :meth:`to_json`; raises LookupError, TypeError or ValueError if it is none."""
+        # a third of the time of json.loads
+        fields = from_json(line)
+        measured = fields.pop("measured", None)
+        return cls(**fields, measured=None if measured is None else Block.from_json(measured))
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the models were evaluated after the round."""
+        return self.measured is not None
+
+    def series(self, name: str = ACCURACY) -> list[str]:
+        """The series of a number of clients, the headline first; none without evaluation."""
+        return [] if self.measured is None else self.measured.series(name)
+
+    def values(
+        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+    ) -> list[float | None]:
+        """A number of each client that was evaluated, by default of the headline series.
+
+        Args:
+            name: ``"accuracy"``, ``"loss"``, ``"parameters"``, ``"route"`` or one of ``run.metrics``.
+            split: ``"test"`` or ``"val"``; empty for a number that is not about examples.
+            series: which of the method's models; of a route, the cluster.
+
+        Returns:
+            None for a client without such a number; an empty list if nobody has one, or without evaluation.
+        """
+        return [] if self.measured is None else self.measured.values(name, split, series)
+
+    def validation(self) -> float | None:
+        """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
+
+        The mean is over the clients that can train and are not hostile. It is minus infinity if the loss of one of
+        them is not finite.
+        """
+        for sign, mean in ((1.0, self.mean("val")), (-1.0, self.mean("val", LOSS))):
+            if mean is not None:
+                return -math.inf if math.isnan(mean) else sign * mean
+        return None
+
+    def mean(self, split: str, name: str = ACCURACY) -> float | None:
+        """Mean of a number of the headline over the clients that can train and are not hostile.
+
+        Args:
+            split: ``"test"`` or ``"val"``.
+            name: of the number, as of :meth:`values`.
+
+        Returns:
+            It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
+            finite.
+        """
+        if self.measured is None:
+            return None
+        apart, values = set(self.apart or ()), self.values(name, split)
+        return mean_over_clients(
+            v for i, v in zip(self.measured.clients, values, strict=False) if i not in apart
+        )
+
+    def append_to(self, table: Measurements) -> None:
+        """Append all numbers to the table of a run."""
+        t = self.round
+        if self.measured is not None:
+            table.append_clients(t, self.measured)
+        for name in COSTS:
+            table.append(t, name, getattr(self, name))
+        if self.simulated_seconds is not None:
+            table.append(t, "simulated_seconds", self.simulated_seconds)
+        kinds: dict[str, Mapping[str, Any]] = {
+            "seconds": self.seconds,
+            TRAINING_LOSS: self.loss,
+            "ranks": self.ranks,
+            **(self.observed or {}),
+        }
+        for name, numbers in kinds.items():
+            for series, value in numbers.items():
+                table.append(t, name, value, series=series)
+
+    def untimed(self) -> dict[str, Any]:
+        """All fields but the clocks: what must be equal between two runs of one configuration."""
+        clocks = ("seconds", "cpu_seconds")
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in clocks}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder, read.
+
+    Attributes:
+        folder: where it lies.
+        config: contents of ``run.json``.
+        clients: contents of ``clients.json``.
+        rounds: contents of :data:`METRICS`, in ascending order.
+        status: contents of ``status.json``.
+        missing: rounds that were completed and of which :data:`METRICS` has lost the record, or all of it but the
+            evaluation.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    clients: list[dict[str, Any]]
+    rounds: list[RoundRecord]
+    status: dict[str, Any]
+    missing: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Read a run folder.
+
+        Raises:
+            CheckpointError: if the folder or a file in it is missing, damaged or of another format.
+        """
+        config = read_config(folder)
+        clients = read_clients(folder)
+        status = read_sealed(folder / STATUS)
+        # before the records, for a run that goes on has its records before its checkpoint
+        completed = completed_rounds(folder, status)
+        try:
+            rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
+        except (OSError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{folder / METRICS} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
+                "which keeps the rounds that can be read."
+            ) from error
+        numbers = [record.round for record in rounds]
+        if numbers != sorted(set(numbers)):
+            raise CheckpointError(f"{folder / METRICS} is damaged: its rounds are {numbers}, not ascending")
+        if config.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
+            )
+        known = {record.round for record in rounds if not record.restored}
+        missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
+        return cls(folder, config, clients, rounds, actual_status(folder, status), missing)
+
+    @cached_property
+    def measurements(self) -> Measurements:
+        """All that was measured, as one table."""
+        return Measurements.of(self.rounds, self.clients)
+
+
+def describe_missing(rounds: Sequence[int]) -> str:
+    """Say which rounds have no record, such as ``the records of rounds 3 to 7 and 9 are lost``."""
+    spans: list[list[int]] = []
+    for t in rounds:
+        if spans and spans[-1][-1] == t - 1:
+            spans[-1][1:] = [t]
+        else:
+            spans.append([t])
+    texts = [" to ".join(map(str, span)) for span in spans]
+    listed = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+    what = "record of round" if len(rounds) == 1 else "records of rounds"
+    return f"the {what} {listed} {'is' if len(rounds) == 1 else 'are'} lost"
+
+
+def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]]:
+    """The records of a run until a checkpoint, as far as they can be read, and the rounds whose records are lost.
+
+    Args:
+        folder: of the run.
+        round: rounds completed at the checkpoint.
+    """
+    damage = ""
+    try:
+        found = [RoundRecord.from_json(line) for line in read_lines(folder)]
+    except (OSError, zlib.error, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        damage, found = f": {error}", []
+        with as_checkpoint_error(f"cannot read {folder / METRICS}"):
+            lines = salvage_lines(folder)
+        for line in lines:
+            with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError, RecursionError):
+                found.append(RoundRecord.from_json(line))
+    by_round = {record.round: record for record in found if record.round <= round}
+    missing = [t for t in range(round + 1) if t not in by_round]
+    if missing:
+        logger.warning(
+            "%s is missing or damaged%s: %s, with their results and costs. The run goes on from its checkpoint "
+            "after round %d with the same bits. For all records, run it again from the start in another folder.",
+            folder / METRICS,
+            damage,
+            describe_missing(missing),
+            round,
+        )
+    return [by_round[t] for t in sorted(by_round)], missing

@@ -1,0 +1,269 @@
+"""Accuracy, loss and further metrics of a predictor on sets of examples, found in one pass over all sets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.contract.client_model import Predictor
+from ..core.contract.method import Batch
+from ..core.contract.model import Model
+from ..core.learning.batch_losses import example_losses
+from ..core.learning.losses import AUTO, Loss, class_axis
+from ..data.dataset import Examples
+from ..models.coupling import mixes_examples
+from ..training.local_data import CHUNK, channels_last, chunk_size, gather
+from .client_metrics import Metric, compute
+
+AT_ONCE = 4096
+"""Examples whose losses are computed in one call."""
+
+SMALL = 1024
+"""Numbers of an input up to which twice as many examples are scored at once: fewer calls of layers."""
+
+FEW = 16
+"""Classes from which on a softmax over adjacent scores fills the vector registers of a CPU."""
+
+
+class ScoringPool:
+    """Sets of examples that are scored in one pass.
+
+    Args:
+        parts: the sets.
+        whole: the examples of all sets, one after another; None to go through set by set.
+        at_once: whether each set is one batch; only where they are gone through set by set.
+        loss: of the task.
+
+    Attributes:
+        bytes: of the concatenated inputs.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Examples],
+        whole: Examples | None = None,
+        at_once: bool = False,
+        loss: Loss = AUTO,
+    ) -> None:
+        self.at_once, self.loss = at_once, loss
+        self.lengths = [len(part) for part in parts]
+        self.passes = [part for part in parts if len(part)] if whole is None else [whole]
+        self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
+
+
+def pool_of(model: Model, parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
+    """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
+    is_long = any(len(part) > chunk_size(part) for part in parts)
+    return ScoringPool(parts, at_once=is_long and mixes_examples(model), loss=loss)
+
+
+def concatenate(parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
+    """Sets of examples as one, in the fastest memory layout; None where inputs are not tensors of one form."""
+    filled = [part for part in parts if len(part)]
+    inputs: list[Any] = [part.inputs for part in filled]
+    if not filled or any(isinstance(x, dict) for x in inputs):
+        return None
+    if len({(x.shape[1:], x.dtype) for x in inputs}) > 1:
+        return None
+    whole = Examples(channels_last(torch.cat(inputs)), torch.cat([part.y for part in filled]))
+    return ScoringPool(parts, whole, loss=loss)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a predictor is worth on several sets of examples; None for a set without examples.
+
+    Attributes:
+        accuracy: share of examples whose highest score is their label's (of language models: of tokens that
+            are predicted; of labels of pixels or tokens: of these). Of several labels an example, the share of
+            examples of which all are right; of a label for each pixel, of pixels. None for a regression, too.
+        risk: mean loss of the task; of language models the exponential of it is the perplexity.
+        metrics: further ones by name; None where one is not defined, too.
+    """
+
+    accuracy: list[float | None]
+    risk: list[float | None]
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)
+
+
+def measure(predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None) -> Scores:
+    """Accuracy and mean loss of a predictor on each set of a pool; of language models over tokens.
+
+    ``metrics`` are further ones by name, each computed from all scores of a set.
+    """
+    return measure_each([(predict, len(pool.lengths))], pool, metrics)
+
+
+def measure_each(
+    predictors: Sequence[tuple[Predictor, int]],
+    pool: ScoringPool,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Scores:
+    """Accuracy and mean loss of several predictors, each on the next sets of a pool.
+
+    Args:
+        predictors: each with the number of its sets; more than one needs a pool that is concatenated.
+        pool: the sets.
+        metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
+    """
+    if not pool.passes:
+        nothing: list[float | None] = [None] * len(pool.lengths)
+        return Scores(nothing, nothing, dict.fromkeys(metrics or (), nothing))
+    tables: list[Tensor] = []
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = 0
+
+    def settle() -> None:
+        joined, targets = torch.cat(scores), torch.cat(labels)
+        tables.append(_table(joined, Batch(None, targets, loss=pool.loss)))
+        if metrics:
+            kept.append(labeled_entries(joined, targets, pool.loss))
+
+    for predict, batch in _batches(predictors, pool):
+        scores.append(predict(batch.x))
+        labels.append(batch.y)
+        count += len(batch)
+        # texts are as wide as their batch, and scores of pixels are many
+        if count >= AT_ONCE or scores[-1].ndim > 2:
+            settle()
+            scores, labels, count = [], [], 0
+    if scores:
+        settle()
+    table = torch.cat(tables)
+    lengths = torch.tensor(pool.lengths, device=table.device)
+    # numbers stay on the device until this one read
+    sums = torch.segment_reduce(table, "sum", lengths=lengths).tolist()
+    # of texts in which no token is to be predicted the weight is zero
+    return Scores(
+        [right / count if count else None for right, count, _, _ in sums],
+        [lost / weight if weight else None for _, _, lost, weight in sums],
+        _further_metrics(kept, pool.lengths, metrics) if metrics else {},
+    )
+
+
+def _further_metrics(
+    kept: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], metrics: Mapping[str, Metric]
+) -> dict[str, list[float | None]]:
+    """Metrics of each set, given the scores and labels of all sets, one after another."""
+    scores, labels, counts = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+    ends = np.append(0, np.cumsum(counts.numpy()))[np.cumsum(lengths)[:-1]]
+    # exact, and NumPy knows no bfloat16
+    parts = np.split(scores.double().numpy(), ends), np.split(labels.numpy(), ends)
+    return {
+        name: [compute(name, metric, *part) for part in zip(*parts, strict=True)]
+        for name, metric in metrics.items()
+    }
+
+
+def all_scores(predict: Predictor, pool: ScoringPool) -> Tensor:
+    """Scores of a predictor on one set of at least one example, ``[n, classes]`` or ``[n, d]``."""
+    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, 1)], pool)])
+
+
+def _batches(
+    predictors: Sequence[tuple[Predictor, int]], pool: ScoringPool
+) -> Iterator[tuple[Predictor, Batch]]:
+    """The examples of a pool in their order, each batch with its predictor."""
+    lengths = iter(pool.lengths)
+    counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
+    for examples in pool.passes:
+        first, size = 0, chunk_size(examples)
+        if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= SMALL:
+            size *= 2
+        if pool.at_once:
+            size = len(examples)
+        for predict, n in counts:
+            end = min(first + n, len(examples))
+            for start in range(first, end, size):
+                yield predict, _slice(examples, start, min(start + size, end))
+            first = end
+
+
+def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and labels for metrics, one row for each label that counts, and the number of rows of each example.
+
+    Args:
+        scores: of some examples.
+        y: their targets.
+        loss: of the task; a function of the user's own gets all labels.
+
+    Returns:
+        ``[rows, classes]``, ``[rows]`` and ``[b]``; of pixels with real targets ``[rows, 1]`` twice. Scores and
+        targets of one row an example are as they came.
+    """
+    each = torch.ones(len(y), dtype=torch.int64, device=y.device)
+    if y.is_floating_point():
+        if y.ndim == 2 or scores.shape != y.shape:
+            return scores, y, each
+        return scores.reshape(-1, 1), y.reshape(-1, 1), each * y[0].numel()
+    if y.ndim > 1 and scores.ndim == y.ndim + 1:
+        scores = scores.movedim(class_axis(scores), -1)
+        each = each * y[0].numel()
+    elif y.ndim > 1:
+        return scores, y, each
+    counts = y != loss.ignore_index
+    if y.ndim == 1 and bool(counts.all()):
+        return scores, y, each
+    return scores[counts], y[counts], counts.flatten(1).sum(1) if y.ndim > 1 else counts.long()
+
+
+def _table(scores: Tensor, batch: Batch) -> Tensor:
+    """Of each example how many answers are right and count, its loss and its weight ``[n, 4]``."""
+    y, loss = batch.y, batch.loss
+    lost, weights = _each_loss(scores, batch), batch.weights
+    ones = torch.ones_like(lost)
+    if y.is_floating_point():
+        right, asked = _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(lost))
+    elif weights is not None:
+        right, asked = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights
+    elif scores.ndim != y.ndim + 1 or (loss.is_own and scores.shape[class_axis(scores)] < 2):
+        # a function of the user's own alone knows what the scores mean
+        right, asked = ones, torch.zeros_like(lost)
+    else:
+        counts = y != loss.ignore_index
+        is_right = (scores.argmax(class_axis(scores)) == y) & counts
+        right, asked = (
+            (is_right, counts) if y.ndim == 1 else (is_right.flatten(1).sum(1), counts.flatten(1).sum(1))
+        )
+    count, weight = (ones, ones) if weights is None else (weights, weights)
+    if (of_loss := loss.weigh(y)) is not None:
+        count, weight = of_loss
+    # of scores with a NaN, argmax gives the place of the NaN
+    right = torch.where(lost.isnan(), 0.0, right.double())
+    return torch.stack([right, asked.double(), lost.double() * count, weight.double()], 1)
+
+
+def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Right answers of each example, and how many there are.
+
+    Of several labels an example one, all of them; of real targets of pixels one for each pixel.
+    """
+    is_right = (scores > 0) == (y > 0.5)
+    if y.ndim == 2:
+        return is_right.all(1), torch.ones(len(y), device=y.device)
+    return is_right.flatten(1).sum(1), torch.full((len(y),), y[0].numel(), device=y.device)
+
+
+def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
+    """The loss of each example; with few classes softmax is faster over adjacent scores of a class."""
+    y = batch.y
+    if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
+        return example_losses(scores, batch)
+    by_class = scores.t().contiguous()
+    return functional.cross_entropy(by_class.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)
+
+
+def _slice(examples: Examples, start: int, stop: int) -> Batch:
+    """Consecutive examples; texts without needless padding, other inputs without a copy."""
+    if isinstance(examples.x, dict):
+        return gather(examples, torch.arange(start, stop, device=examples.y.device))
+    return Batch(channels_last(examples.x[start:stop]), examples.y[start:stop])

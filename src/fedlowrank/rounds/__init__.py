@@ -1,0 +1,1 @@
+"""What happens in a run: rounds, from the settings to the result."""

@@ -1,0 +1,225 @@
+"""Callbacks: functions that see the record of every round and may end the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..core.arguments.field_checks import check_arguments
+from ..core.arguments.user_code import import_named
+from ..core.errors import ConfigError
+from ..data.federation import Federation
+from ..results.measurements import LOSS
+from ..results.records import RoundRecord
+from .run_settings import RunSettings
+
+RoundCallback: TypeAlias = Callable[[RoundRecord], Any]
+"""Called with the record of every round; returns True to end the run after this round."""
+
+NEEDS_VALIDATION = (
+    "early stopping needs validation examples, and no client has any: set split.val in the experiment file, "
+    "or val= of Federation.from_arrays, such as 0.1. Over a network, a client sends numbers about 20 validation "
+    "examples or more, unless its site types `fedlowrank join --exact-evaluation`"
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Base of callbacks that do more than read one record. Override what you need.
+
+    A plain function of a :class:`..results.records.RoundRecord` is a callback, too.
+
+    Attributes:
+        reason: why the run ends, once the callback has returned True; part of ``status.json``.
+    """
+
+    reason: str = ""
+
+    def on_run_begin(self, records: Sequence[RoundRecord]) -> bool | None:
+        """Begin with a new run, or with one that goes on.
+
+        Args:
+            records: of the rounds before; empty for a new run. None of them is passed to :meth:`__call__`
+                again. A callback that depends on earlier rounds takes its state from them.
+
+        Returns:
+            True if the run must not go on after these rounds.
+        """
+
+    def __call__(self, record: RoundRecord) -> bool | None:
+        """Read the record of a new round; return True to end the run after this round."""
+
+    def on_run_end(self, finished: bool) -> None:
+        """End with the run.
+
+        Args:
+            finished: False after an error or an interrupt.
+        """
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose validation does not get better.
+
+    What counts is :meth:`..results.records.RoundRecord.validation`: the mean validation accuracy of the clients, of a
+    regression minus their mean validation loss. Rounds without evaluation do not count.
+
+    Args:
+        patience: evaluations in a row without a better one after which the run ends.
+        min_delta: an evaluation is better if it exceeds the best one by more than this, in units of the
+            accuracy in [0, 1], of the loss, or of the metric.
+        metric: one of the run's ``metrics`` that counts instead: its mean over the clients' validation examples.
+        lower_is_better: whether a smaller value of this metric is better, as of an error.
+
+    Raises:
+        ConfigError: if a number is out of its bounds, no client has validation examples, or the run does not
+            measure the metric.
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        patience: int = 10,
+        min_delta: float = 0.0,
+        *,
+        metric: str | None = None,
+        lower_is_better: bool = False,
+    ) -> None:
+        if patience < 1:
+            raise ConfigError(f"EarlyStopping: patience must be >= 1; it is {patience}")
+        if not 0 <= min_delta < float("inf"):
+            raise ConfigError(f"EarlyStopping: min_delta must be >= 0; it is {min_delta}")
+        if lower_is_better and metric is None:
+            raise ConfigError("EarlyStopping: lower_is_better is about a metric; name it by metric=...")
+        self.patience, self.min_delta = patience, min_delta
+        self.metric, self.sign = metric, -1.0 if lower_is_better else 1.0
+        self._best: float | None = None
+        self._best_round, self._waited = 0, 0
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]  # computed, a field of the base
+        """Why the run ends."""
+        return f"no better validation for {self.patience} evaluations after round {self._best_round}"
+
+    def on_run_begin(self, records: Sequence[RoundRecord]) -> bool:
+        """Count the evaluations of the rounds before, as an unbroken run has counted them."""
+        self._best, self._best_round, self._waited = None, 0, 0
+        for record in records:
+            self(record)
+        return self._waited >= self.patience
+
+    def __call__(self, record: RoundRecord) -> bool:
+        """Count an evaluation."""
+        value = self._value(record)
+        if value is None:
+            # over a network, clients with few examples send none, and who does not reply has none
+            if record.mean("test", LOSS) is not None and self._best is None:
+                raise ConfigError(NEEDS_VALIDATION)
+            if record.is_evaluated:
+                logger.warning(
+                    "round %d: no client has sent a validation, so early stopping does not count it",
+                    record.round,
+                )
+            return False
+        if self._best is None or value > self._best + self.min_delta:
+            self._best, self._best_round, self._waited = value, record.round, 0
+        else:
+            self._waited += 1
+        return self._waited >= self.patience
+
+    def _value(self, record: RoundRecord) -> float | None:
+        """What counts of an evaluation, higher is better; None without evaluation or validation examples."""
+        if self.metric is None or record.measured is None:
+            return record.validation()
+        if not record.measured.series(self.metric):
+            measured = ", ".join(record.measured.metrics) or "no metric"
+            raise ConfigError(
+                f"EarlyStopping: the run measures {measured} and not {self.metric!r}: add it to metrics"
+            )
+        value = record.mean("val", self.metric)
+        if value is None:
+            return None
+        return -math.inf if math.isnan(value) else self.sign * value
+
+
+class CallbackList:
+    """The callbacks of a run, called in their order."""
+
+    def __init__(self, callbacks: Sequence[RoundCallback]) -> None:
+        self._callbacks = list(callbacks)
+
+    def begin(self, records: Sequence[RoundRecord]) -> str:
+        """Begin a run, or go on with one.
+
+        Returns:
+            Why the run must not go on; empty if it may.
+        """
+        own = [c for c in self._callbacks if isinstance(c, Callback)]
+        return _first_reason([(c, c.on_run_begin(records)) for c in own], records)
+
+    def __call__(self, record: RoundRecord) -> str:
+        """Pass on the record of a round; returns why the run ends, or an empty text."""
+        return _first_reason([(c, c(record)) for c in self._callbacks], [record])
+
+    def end(self, finished: bool) -> None:
+        """End all of them."""
+        for callback in self._callbacks:
+            if isinstance(callback, Callback):
+                callback.on_run_end(finished)
+
+
+def _first_reason(answers: Sequence[tuple[RoundCallback, Any]], records: Sequence[RoundRecord]) -> str:
+    reasons = []
+    for callback, answer in answers:
+        if answer is not None and not isinstance(answer, bool | np.bool_):
+            raise ConfigError(
+                f"the callback {name_of(callback)} returned {answer!r}; return True to end the run, False or "
+                "None to go on"
+            )
+        if answer:
+            why = callback.reason if isinstance(callback, Callback) else ""
+            reasons.append(why or f"{name_of(callback)} returned True after round {records[-1].round}")
+    return f"stopped early: {reasons[0]}" if reasons else ""
+
+
+def name_of(callback: RoundCallback) -> str:
+    """Name of a callback for messages."""
+    named = callback if hasattr(callback, "__qualname__") else type(callback)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def as_callbacks(given: RoundCallback | Sequence[RoundCallback] | None) -> list[RoundCallback]:
+    """The callbacks that a user passes: one, several or none; ConfigError if one cannot be called."""
+    callbacks = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    for callback in callbacks:
+        if isinstance(callback, type) or not callable(callback):
+            what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
+            raise ConfigError(
+                "a callback is a function of a round's record, or an object such as EarlyStopping(); not "
+                f"{what}"
+            )
+    return callbacks
+
+
+def refuse_without_validation(callbacks: Sequence[RoundCallback], federation: Federation) -> None:
+    """Refuse early stopping of a federation whose clients have no validation examples."""
+    stops = any(isinstance(callback, EarlyStopping) for callback in callbacks)
+    if stops and not any(len(client.val) for client in federation.clients):
+        raise ConfigError(NEEDS_VALIDATION)
+
+
+def settings_callbacks(settings: RunSettings) -> list[RoundCallback]:
+    """The callbacks that a run's settings name: ``run.patience`` and ``run.callbacks``.
+
+    Raises:
+        ConfigError: if one of ``run.callbacks`` cannot be imported or called.
+    """
+    found: list[RoundCallback] = [] if settings.patience is None else [EarlyStopping(settings.patience)]
+    for name in settings.callbacks:
+        named = import_named(name, "run.callbacks")
+        found += as_callbacks(named() if isinstance(named, type) and issubclass(named, Callback) else named)
+    return found

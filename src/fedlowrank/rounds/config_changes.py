@@ -1,0 +1,110 @@
+"""Whether a run can go on: in which fields two of its configurations differ, apart from those that change no result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..core.contract.method import Method
+from ..core.errors import CheckpointError
+from ..models.fingerprint import compare_layers
+from .stored_settings import add_defaults
+
+FREE_TO_CHANGE = (
+    "versions", "title", "paper", "reference", "experiment", "notes", "remarks", "plan",
+    "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters",
+    "run.keep_best", "run.pixels", "run.keep_checkpoints", "run.metrics", "run.patience", "run.callbacks",
+    "run.log",
+)  # fmt: skip
+"""Parts of the configuration that do not change results, or restate other parts."""
+
+
+def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
+    """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
+
+    A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
+    unless the method plans them by their number.
+
+    Args:
+        stored: the configuration of the run. Settings that it lacks count as their defaults
+            (:func:`fedlowrank.rounds.stored_settings.add_defaults`).
+        now: how it is to go on, or some sections of it.
+        method: that it runs.
+    """
+    stored = add_defaults(stored, method) if isinstance(stored, dict) else stored
+    before, after = (_rounds(c) for c in (stored, now))
+    if not isinstance(before, int) or not isinstance(after, int) or before == after:
+        return differences(stored, now)
+    more = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
+    if after < before:
+        return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *more]
+    if not method.uses_rounds:
+        return more
+    why = f"{method.title} plans its rounds by how many there are"
+    others = f"{before} of {after} are others than {before} of {before}"
+    return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
+
+
+def check_changes(folder: Path, stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> None:
+    """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
+    if changes := changes_of(stored, now, method):
+        raise CheckpointError(
+            f"{folder} cannot be resumed with another configuration: "
+            + "; ".join(changes)
+            + ". Set these back, or start a new run in another folder."
+        )
+
+
+def _rounds(config: Any) -> Any:
+    run = config.get("run") if isinstance(config, dict) else None
+    return run.get("rounds") if isinstance(run, dict) else None
+
+
+def differences(stored: Any, now: Any, path: str = "") -> list[str]:
+    """Dotted fields in which two configurations differ, each with both values."""
+    if isinstance(stored, dict) and isinstance(now, dict):
+        if path == "models":
+            return _model_differences(stored, now)
+        found: list[str] = []
+        for key in sorted({*stored, *now}, key=str):
+            here = f"{path}.{key}" if path else str(key)
+            if here in FREE_TO_CHANGE:
+                continue
+            if key not in stored or key not in now:
+                found.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
+            else:
+                found += differences(stored[key], now[key], here)
+        return found
+    if stored == now:
+        return []
+    if path.startswith("code."):
+        return [f"the code of {path.removeprefix('code.')} was changed"]
+    if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
+        changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
+        return [
+            f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"
+        ]
+    return [f"{path} was {stored!r} and is {now!r}"]
+
+
+def _model_differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In which layers the models of two configurations differ, by name of the architecture."""
+    found = []
+    for name in sorted({*stored, *now}):
+        if name not in stored or name not in now:
+            found.append(f"model {name} is only in the {'stored' if name in stored else 'new'} configuration")
+            continue
+        before, after = stored[name], now[name]
+        layers = compare_layers(before.get("layers") or {}, after["layers"])
+        found += [f"model {name}: {text}" for text in layers]
+        if not layers and before.get("frozen") != after.get("frozen"):
+            found.append(
+                f"model {name}: its frozen parameters or buffers have other values. No checkpoint holds them; load "
+                "the weights that the run was made with"
+            )
+        elif not layers:
+            old, new = (
+                {k: v for k, v in m.items() if k not in ("layers", "frozen")} for m in (before, after)
+            )
+            found += differences(old, new, f"models.{name}")
+    return found

@@ -1,0 +1,294 @@
+"""What needs all uploads of a round together: attacks, and rules that weigh or bound single replies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.contract.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_leaves
+from ..core.contract.method import ClientInfo, Method, Task
+from ..core.contract.update import Update
+from ..core.errors import TaskError
+from ..core.key import Key
+from ..data.federation import Federation
+from ..training.tracing import trace_upload
+from ..trust.attacks import attack_updates
+from ..trust.protection import decompress_upload
+from ..trust.robust import (
+    COORDINATE_RULES,
+    RobustAggregator,
+    geometric_median_weights,
+    hostile_count,
+    krum_weights,
+    norm_factors,
+)
+from ..trust.secure_sums import SecureAggregator
+from ..trust.trust_settings import Trust
+from ..trust.updates import (
+    blocks,
+    gram,
+    norm,
+    products_of,
+    shrink,
+    update_of,
+    update_with_dense_reference,
+    with_update,
+)
+from .round_results import Contribute, RoundResults
+from .run_settings import RunSettings
+from .setup.preparation import usual_examples, weigh_client
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+ON_UPDATES = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")
+"""Attacks on updates; the others are on data or sizes."""
+
+WEIGHING = ("norm_bound", "krum", "multi_krum", "geometric_median")
+"""Rules that look at whole replies; the others reduce numbers one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """Attacks on the uploads of a round, and the rule by which the server weighs them.
+
+    Peak memory: all uploads of a round.
+
+    Attributes:
+        method: whose uploads.
+        task: of the run.
+        trust: says which attack and which rule.
+        hostile: the hostile clients.
+        effective: compare products; False where the server averages factors by themselves.
+    """
+
+    method: AnyMethod
+    task: Task
+    trust: Trust
+    hostile: frozenset[int]
+    effective: bool = True
+
+    @classmethod
+    def of(cls, method: AnyMethod, task: Task, trust: Trust, hostile: frozenset[int]) -> Inspection | None:
+        """None where no attack and no rule needs all uploads together."""
+        needed = trust.attack.kind in ON_UPDATES or trust.robust.rule in WEIGHING
+        if not needed:
+            return None
+        server, client = method.server_init(task), task.clients[0]
+        upload, _ = trace_upload(method, task, client, method.download(server, client))
+        averaged = averages_factors(method.contribution(upload, client, server))
+        return cls(method, task, trust, hostile, not averaged)
+
+    def judge(
+        self, uploads: Mapping[int, Any], server: Any, key: Key, refused: int = 0
+    ) -> tuple[dict[int, Any], dict[int, float]]:
+        """The uploads that are used, and how much each counts.
+
+        Args:
+            uploads: as they arrived, by client.
+            server: the state of the server.
+            key: randomness of the attack.
+            refused: further replies of the round that were refused.
+
+        Returns:
+            Decoded uploads of the clients that the rule did not leave out, and the weight of every reply: of
+            selection 0 or that of all who were selected, of a bound on norms the factor of the update.
+
+        Raises:
+            TaskError: if the rule cannot be applied to these uploads.
+        """
+        method, infos = self.method, {c.id: c for c in self.task.clients}
+        found = {i: decompress_upload(method, u, infos[i], server) for i, u in uploads.items()}
+        definitions = {i: self._update(infos[i], server) for i in found}
+        references = {i: one.reference for i, one in definitions.items()}
+        if self.trust.attack.kind in ON_UPDATES:
+            updates = {i: update_of(u, references[i]) for i, u in found.items()}
+            sent = attack_updates(updates, self.hostile, self.trust.attack, key)
+            changed = {i for i in found if i in self.hostile}
+            found |= {i: with_update(found[i], references[i], sent[i]) for i in changed}
+        weights = dict.fromkeys(found, 1.0)
+        if self.trust.robust.rule in WEIGHING and found:
+            weights = self._weigh(found, definitions, infos, refused)
+            if self.trust.robust.rule == "norm_bound":
+                for i, u in found.items():
+                    found[i] = self._bounded(u, definitions[i], weights[i])
+        return {i: u for i, u in found.items() if weights[i] > 0}, weights
+
+    def least_replies(self, count: int, refused: int = 0) -> int:
+        """How many replies the rule needs besides those that were refused: 2 f + 3 of Krum.
+
+        Args:
+            count: replies that are expected, or that came, the refused ones included.
+            refused: those of them that were refused, which count as hostile.
+        """
+        robust = self.trust.robust
+        return 2 * self._hostile(count, refused) + 3 if robust.rule in ("krum", "multi_krum") else 0
+
+    def _hostile(self, count: int, refused: int) -> int:
+        """How many of the replies that are left may be hostile."""
+        return max(0, hostile_count(self.trust.robust.hostile, count) - refused)
+
+    def settle(
+        self, found: RoundResults, contribute: Contribute, server: Any, key: Key
+    ) -> dict[str, dict[str, float]]:
+        """Add what the replies of a round contribute that have waited for each other.
+
+        Args:
+            found: the results of the round.
+            contribute: maps an upload to a contribution.
+            server: the state of the server.
+            key: randomness of the attack.
+
+        Returns:
+            The weight of each reply, to be recorded, where a rule weighs them.
+        """
+        used: dict[int, Any] = {}
+        weights: dict[int, float] = {}
+        counts: dict[int, float] = {}
+        infos = {c.id: c for c in self.task.clients}
+
+        def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
+            refused = len(found.refused)
+            needed = self.least_replies(len(uploads) + refused, refused)
+            if uploads and len(uploads) < needed:
+                found.aggregator.reason = (
+                    f"{self.trust.robust.rule} needs at least {needed} replies, and there were {len(uploads)}"
+                )
+                return {}
+            chosen, ruled = self.judge(uploads, server, key, refused)
+            used.update(chosen)
+            weights.update(ruled)
+            counts.update(zip(chosen, self._counts(infos, list(chosen)).tolist(), strict=True))
+            return chosen
+
+        def weighed(info: ClientInfo, upload: Any) -> Any:
+            return self.weighed(contribute(info, upload), weights[info.id] / counts[info.id], len(used))
+
+        found.contribute_together(judge, weighed)
+        if self.trust.robust.rule not in WEIGHING:
+            return {}
+        return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
+
+    def weighed(self, contribution: Any, weight: float, count: int) -> Any:
+        """What a reply contributes under the rule.
+
+        Args:
+            contribution: of its upload.
+            weight: of the reply, over that by which it counts already.
+            count: replies that are used.
+        """
+        return (
+            reweight(contribution, weight, count)
+            if self.trust.robust.rule == "geometric_median"
+            else contribution
+        )
+
+    def _update(self, info: ClientInfo, server: Any) -> Update:
+        down = self.method.download(server, info)
+        return update_with_dense_reference(self.method, down, info, self.task)
+
+    def _weigh(
+        self,
+        uploads: Mapping[int, Any],
+        definitions: Mapping[int, Update],
+        infos: Mapping[int, ClientInfo],
+        refused: int,
+    ) -> dict[int, float]:
+        rule, n, effective = self.trust.robust.rule, len(uploads), self.effective
+        if rule == "norm_bound":
+            norms = [
+                norm(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                for i, u in uploads.items()
+            ]
+            found = norm_factors(torch.tensor(norms, dtype=torch.float64))
+        else:
+            try:
+                products = gram(
+                    [
+                        blocks(u, definitions[i].reference, definitions[i].scale, effective=effective)
+                        for i, u in uploads.items()
+                    ]
+                )
+            except tree.TreeError as error:
+                raise TaskError(
+                    f"robust.rule = {rule!r} compares updates, and those of {self.method.title} differ in "
+                    f"form: {error}. Choose norm_bound."
+                ) from error
+            if rule == "geometric_median":
+                found = geometric_median_weights(products, self._counts(infos, list(uploads)))
+            else:
+                hostile = self._hostile(n + refused, refused)
+                found = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
+        return dict(zip(uploads, found.tolist(), strict=True))
+
+    def _counts(self, infos: Mapping[int, ClientInfo], clients: Sequence[int]) -> Tensor:
+        """By how much each client counts, float64 ``[n]``."""
+        if self.trust.robust.weights == "equal":
+            return torch.ones(len(clients), dtype=torch.float64)
+        usual, robust = usual_examples(self.task.clients), self.trust.robust
+        return torch.tensor(
+            [float(weigh_client(infos[i], robust, usual).examples) for i in clients], dtype=torch.float64
+        )
+
+    def _bounded(self, upload: Any, definition: Update, factor: float) -> Any:
+        if factor >= 1:
+            return upload
+        size = norm(upload, definition.reference, definition.scale, effective=self.effective)
+        return shrink(
+            upload, definition.reference, factor * size, definition.scale, effective=self.effective
+        )[0]
+
+
+def averages_factors(contribution: Any) -> bool:
+    """Whether the server averages factors, not products; then (cB, A/c) is another reply than (B, A)."""
+
+    def holds(value: Any) -> bool:
+        if products_of(value):
+            return True
+        return any(holds(child) for _, child in tree.children(value) or ())
+
+    return any(
+        isinstance(leaf, (Mean, Sum)) and holds(leaf.value) for _, leaf in contribution_leaves(contribution)
+    )
+
+
+def aggregator_of(
+    settings: RunSettings, clients: Sequence[ClientInfo], federation: Federation, round: int
+) -> Aggregator:
+    """What reduces the contributions of a round, by the rule that the settings ask for."""
+    ids = [client.id for client in clients]
+    if settings.secure.on:
+        largest = max(info.examples for info in federation.infos)
+        return SecureAggregator(ids, settings.secure, federation.key / "secure" / round, float(largest))
+    if settings.robust.rule in COORDINATE_RULES:
+        return RobustAggregator(ids, settings.robust.rule, settings.robust.hostile)
+    return Aggregator(ids)
+
+
+def reweight(contribution: Any, weight: float, count: int) -> Any:
+    """A contribution whose means weigh ``weight`` times as much, and sums ``count * weight`` times.
+
+    Args:
+        contribution: of a client.
+        weight: its share of the whole.
+        count: clients that contribute.
+    """
+
+    def change(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Mean):
+            return Mean(leaf.value, leaf.weight * weight)
+        if isinstance(leaf, Each):
+            raise TaskError(f"the replies at {path or 'its top'} are seen one by one and have no weights")
+        if leaf.counts:
+            return leaf
+        return Sum(tree.map(lambda t: _times(t, count * weight), leaf.value))
+
+    return map_leaves(change, contribution)
+
+
+def _times(t: Tensor, factor: float) -> Tensor:
+    return t * factor if t.is_floating_point() else t

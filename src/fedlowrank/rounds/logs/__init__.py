@@ -1,0 +1,1 @@
+"""Loggers, progress bars and the console of a run."""

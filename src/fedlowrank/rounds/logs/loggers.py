@@ -1,0 +1,274 @@
+"""Logging while a run goes on: TensorBoard, Weights & Biases, MLflow.
+
+Each round's numbers (:func:`...results.scalars.scalars`) are written as soon as its record is complete. Logging reads
+records alone, so it never changes a result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...core.errors import CheckpointError, ConfigError
+from ...results.records import RoundRecord
+from ...results.scalars import scalars
+from ...storage.digest import read_sealed, write_sealed
+from ..callbacks import Callback
+from .progress import run_label
+
+MODULES = {
+    "tensorboard": ("TensorBoard", "torch.utils.tensorboard"),
+    "wandb": ("Weights & Biases", "wandb"),
+    "mlflow": ("MLflow", "mlflow"),
+}
+"""Title and module of each of ``run.log``."""
+
+IDENTIFIERS = "logging.json"
+"""File in a run folder: the identifiers by which Weights & Biases and MLflow know the run."""
+
+
+def import_logger(name: str) -> Any:
+    """Import the module of one of ``run.log``.
+
+    Raises:
+        ConfigError: if it is not installed; the message is the command that installs it.
+    """
+    title, path = MODULES[name]
+    try:
+        with warnings.catch_warnings():
+            # these libraries' own use of their dependencies
+            warnings.simplefilter("ignore")
+            module = importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(
+            f"{title} is not installed ({error}). Install it with: pip install 'fedlowrank[{name}]'"
+        ) from error
+    if name == "mlflow":
+        # it reports every table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+    return module
+
+
+def check_loggers(names: Sequence[str], folder: Path | None) -> None:
+    """Refuse loggers that cannot work, before anything is trained or written.
+
+    Raises:
+        ConfigError: if a package is missing, or the run has no folder.
+    """
+    for name in names:
+        import_logger(name)
+    if names and folder is None:
+        raise ConfigError("run.log needs a run folder: simulate(..., folder='runs/mine')")
+
+
+def make_loggers(
+    names: Sequence[str], folder: Path, config: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]
+) -> list[Logger]:
+    """The loggers of a run.
+
+    Args:
+        names: of ``run.log``.
+        folder: of the run.
+        config: contents of ``run.json``.
+        clients: contents of ``clients.json``.
+    """
+    return [LOGGERS[name](folder, config, clients) for name in dict.fromkeys(names)]
+
+
+def summary_writer(folder: Path, **options: Any) -> Any:
+    """A ``SummaryWriter`` of TensorBoard; raises ConfigError if it is not installed."""
+    module = import_logger("tensorboard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return module.SummaryWriter(log_dir=str(folder), **options)
+
+
+class Logger(Callback, ABC):
+    """Base of loggers: writes the numbers of each round, and after a resume those that are missing.
+
+    Args:
+        folder: of the run.
+        config: contents of ``run.json``.
+        clients: contents of ``clients.json``.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
+        self.folder, self.config, self.clients = folder, config, clients
+        self._bytes = 0
+
+    def on_run_begin(self, records: Sequence[RoundRecord]) -> None:
+        """Open the target, and write what it lacks of the rounds before."""
+        try:
+            missing = self.open([record.round for record in records])
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"run.log: {self.name} cannot be opened: {type(error).__name__}: {error}"
+            ) from error
+        self._bytes = 0
+        for record in records:
+            values = self._scalars(record)
+            if record.round in missing:
+                self.write(values, record.round)
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Write the numbers of a round."""
+        self.write(self._scalars(record), record.round)
+
+    @abstractmethod
+    def open(self, rounds: Sequence[int]) -> Collection[int]:
+        """Open the target of a run that has those rounds; returns the ones that it lacks."""
+
+    @abstractmethod
+    def write(self, values: Mapping[str, float], round: int) -> None:
+        """Write numbers by tag."""
+
+    @abstractmethod
+    def on_run_end(self, finished: bool) -> None:
+        """Close the target, if it was opened."""
+
+    def _scalars(self, record: RoundRecord) -> dict[str, float]:
+        values = scalars(record, self.clients, self._bytes)
+        self._bytes += record.bytes_up + record.bytes_down
+        return values
+
+    def read_identifier(self) -> str | None:
+        """The identifier by which the target knows this run, or None for a new run."""
+        found = self._identifiers().get(self.name)
+        return None if found is None else str(found)
+
+    def keep_identifier(self, identifier: str) -> None:
+        """Store the identifier in the run folder, so that a resumed run goes on where it was."""
+        write_sealed(self.folder / IDENTIFIERS, {**self._identifiers(), self.name: identifier})
+
+    def _identifiers(self) -> dict[str, Any]:
+        path = self.folder / IDENTIFIERS
+        try:
+            return read_sealed(path) if path.exists() else {}
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Or remove it to log to a new run.") from error
+
+
+class TensorBoardLogger(Logger):
+    """Event files in ``RUN/tensorboard``, flushed after every round."""
+
+    name = "tensorboard"
+    _SUFFIX = ".fedlowrank"
+
+    def open(self, rounds: Sequence[int]) -> Collection[int]:
+        """Write all rounds anew: rounds after the last checkpoint are done again and must not stand twice."""
+        target = self.folder / "tensorboard"
+        for old in target.glob(f"events.out.tfevents.*{self._SUFFIX}"):
+            old.unlink()
+        self._writer = summary_writer(target, filename_suffix=self._SUFFIX, purge_step=0)
+        return rounds
+
+    def write(self, values: Mapping[str, float], round: int) -> None:
+        """Write numbers by tag."""
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, round)
+        self._writer.flush()
+
+    def on_run_end(self, finished: bool) -> None:
+        """Close the event file."""
+        del finished
+        if hasattr(self, "_writer"):
+            self._writer.close()
+
+
+class WandbLogger(Logger):
+    """A run of Weights & Biases: project = name of the experiment, config = ``run.json``."""
+
+    name = "wandb"
+
+    def open(self, rounds: Sequence[int]) -> Collection[int]:
+        """Start a run, or go on with the one that this folder began."""
+        wandb = import_logger("wandb")
+        known = self.read_identifier()
+        self._run = wandb.init(
+            project=str(self.config.get("name", "fedlowrank")),
+            name=run_label(self.config),
+            config=dict(self.config),
+            id=known,
+            resume=None if known is None else "allow",
+            settings=wandb.Settings(silent=True, console="off", reinit="create_new"),
+        )
+        self.keep_identifier(str(self._run.id))
+        # Weights & Biases ignores a step below its last one, and merges the last one
+        return rounds if known is None else rounds[-1:]
+
+    def write(self, values: Mapping[str, float], round: int) -> None:
+        """Write numbers by tag."""
+        self._run.log(dict(values), step=round, commit=True)
+
+    def on_run_end(self, finished: bool) -> None:
+        """Finish the run, as failed if it did not come to its end."""
+        if hasattr(self, "_run"):
+            self._run.finish(exit_code=0 if finished else 1)
+
+
+class MlflowLogger(Logger):
+    """A run of MLflow: experiment = name of the experiment, parameters = method, run and varied settings."""
+
+    name = "mlflow"
+    _EVERY_ROUND = "bytes/total"
+    _logged: Collection[int] = ()
+
+    def open(self, rounds: Sequence[int]) -> Collection[int]:
+        """Create a run, or go on with the one that this folder began."""
+        mlflow = import_logger("mlflow")
+        self._client = mlflow.MlflowClient()
+        known = self.read_identifier()
+        if known is None:
+            title = str(self.config.get("name", "fedlowrank"))
+            experiment = self._client.get_experiment_by_name(title)
+            number = self._client.create_experiment(title) if experiment is None else experiment.experiment_id
+            self._id = str(self._client.create_run(number, run_name=run_label(self.config)).info.run_id)
+            self.keep_identifier(self._id)
+            entities = importlib.import_module("mlflow.entities")
+            parameters = [entities.Param(field, value) for field, value in _flat(self.config)]
+            for start in range(0, len(parameters), 100):
+                self._client.log_batch(self._id, params=parameters[start : start + 100])
+            return rounds
+        self._id = known
+        self._client.update_run(known, status="RUNNING")
+        self._logged = {m.step for m in self._client.get_metric_history(known, self._EVERY_ROUND)}
+        return rounds
+
+    def write(self, values: Mapping[str, float], round: int) -> None:
+        """Write numbers by tag; a round that the interrupted run had logged is not logged twice."""
+        if round in self._logged:
+            return
+        entities = importlib.import_module("mlflow.entities")
+        now = int(1000 * time.time())
+        metrics = [entities.Metric(tag, value, now, round) for tag, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def on_run_end(self, finished: bool) -> None:
+        """Set the status of the run."""
+        if hasattr(self, "_id"):
+            self._client.set_terminated(self._id, status="FINISHED" if finished else "FAILED")
+
+
+def _flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Settings of method and run as dotted names and texts; MLflow takes at most 6,000 characters of one."""
+    method = config.get("method", {})
+    found = {"method": method.get("name", "")}
+    tables = {"method": method.get("fields", {}), "run": config.get("run", {})}
+    for section, fields in tables.items():
+        found |= {f"{section}.{field}": value for field, value in fields.items()}
+    found |= config.get("vary", {})
+    return [(field, str(value)[:6000]) for field, value in found.items()]
+
+
+LOGGERS: dict[str, type[Logger]] = {c.name: c for c in (TensorBoardLogger, WandbLogger, MlflowLogger)}

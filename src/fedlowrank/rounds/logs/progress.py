@@ -1,0 +1,117 @@
+"""What a person is shown while work goes on: a progress bar, or lines where there is no terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from ...results.measurements import LOSS
+from ...results.records import RoundRecord
+from .console import console
+
+CONSOLE = console(stderr=True)
+
+SECONDS = 30.0
+"""Between two lines where there is no terminal, such as in a log file."""
+
+
+def run_label(config: Mapping[str, Any]) -> str:
+    """Name a run by its method, its seed and what was varied: ``pFedLoRA, seed 0, lr 0.1``.
+
+    Args:
+        config: contents of ``run.json``.
+    """
+    varied = {field.rpartition(".")[2]: value for field, value in (config.get("vary") or {}).items()}
+    parts = [
+        config["method"]["title"],
+        f"seed {config['run']['seed']}",
+        *(f"{k} {v}" for k, v in varied.items()),
+    ]
+    return ", ".join(parts)
+
+
+def tell(text: str) -> None:
+    """Print on the error stream, beside a progress bar."""
+    print(text, file=sys.stderr)
+
+
+@contextmanager
+def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecord], None]]:
+    """A bar over the rounds of one run, with the mean test accuracy, or of a regression the test loss.
+
+    In Jupyter it is a widget. Where the error stream is no terminal, it is a plain line every 30 seconds and
+    after the last round.
+
+    Args:
+        title: of the run.
+        rounds: in all.
+        done: before a resumed run goes on.
+
+    Yields:
+        A function to be called with every record.
+    """
+    has_widgets = CONSOLE.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+    if CONSOLE.is_jupyter and not has_widgets:
+        tell("a progress bar in Jupyter needs ipywidgets: pip install 'fedlowrank[notebook]'")
+    if not (has_widgets or CONSOLE.is_terminal):
+        yield from _lines(title, rounds)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=CONSOLE) as progress:
+        task = progress.add_task(title, total=rounds, completed=done, accuracy="")
+
+        def show(record: RoundRecord) -> None:
+            progress.update(task, completed=record.round)
+            if text := describe_record(record):
+                progress.update(task, accuracy=text)
+
+        yield show
+
+
+def _lines(title: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
+    """A plain line every :data:`SECONDS` and one at the end."""
+    printed, line, result, last = time.monotonic(), "", "", ""
+
+    def show(record: RoundRecord) -> None:
+        nonlocal printed, line, result, last
+        result = describe_record(record) or result
+        line = f"{title}: round {record.round} of {rounds}{', ' * bool(result)}{result}"
+        if time.monotonic() - printed >= SECONDS:
+            tell(line)
+            printed, last = time.monotonic(), line
+
+    try:
+        yield show
+    finally:
+        if line != last:
+            tell(line)
+
+
+def describe_record(record: RoundRecord) -> str:
+    """Mean test accuracy or loss of a record and the privacy spent, as text; empty without evaluation."""
+    right, lost = record.mean("test"), record.mean("test", LOSS)
+    spent = record.observed.get("privacy")
+    private = "" if spent is None else f", ε {spent['epsilon']:.3g} at δ {spent['delta']:g}"
+    if right is not None:
+        return f"test {100 * right:5.1f} %{private}"
+    return "" if lost is None else f"test loss {lost:.3g}{private}"

@@ -1,0 +1,1 @@
+"""What a finished run gives: its result, predictions, exported models and representations."""

@@ -1,0 +1,153 @@
+"""A client's model out of a run: a plain module, each layer in its cheapest form, and what that gains."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...adapters.deployment import (
+    Latency,
+    Layout,
+    Size,
+    compare_latency,
+    deploy,
+    load_deployed,
+    measure_size,
+    save_deployed,
+)
+from ...adapters.state_dict import full_state_dict
+from ...core.contract.model import Model
+from ...core.errors import ConfigError, did_you_mean
+from ...core.tree import canonical
+from ...data.dataset import Inputs, Stored
+from ...linalg.matricize import Weights, sum_parts, unpack_weights
+from ...models.complex_parameters import as_real, with_complex
+from ..run import Run
+
+BATCH = 20
+"""Examples at once in the comparison of latency, as in FedSLR (Huang et al., arXiv:2302.11051, Table 9)."""
+
+
+def export_model(
+    run: Run, client: int | str, series: str | None = None, layout: Layout = "small"
+) -> nn.Module:
+    """The model that a client infers by, as a module that needs nothing of this package's training.
+
+    Args:
+        run: where it stands now.
+        client: its number or name. One that never took part has the model it would begin with.
+        series: which of the method's models; by default its headline. Others only where the method says what
+            they are made of (:attr:`fedlowrank.core.contract.client_model.ClientModel.parts`).
+        layout: see :func:`fedlowrank.adapters.deployment.deploy`.
+
+    Raises:
+        ConfigError: if there is no such client or series, or the client infers by more than one model.
+    """
+    model, parts = _parts(run, client, series)
+    return _deployed(model, parts, layout)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """An exported model beside the dense one it equals.
+
+    Attributes:
+        size: of the dense module and of the deployed one.
+        latency: CPU time of a call of each, of a batch of at most 20 test inputs of the client.
+        agreement: share of the client's test examples to which both give the same class.
+        difference: largest difference of a score.
+        file: bytes of the file.
+    """
+
+    size: tuple[Size, Size]
+    latency: tuple[Latency, Latency]
+    agreement: float
+    difference: float
+    file: int
+
+
+def write(run: Run, client: int, series: str | None, layout: Layout, path: Path, repeats: int = 30) -> Gain:
+    """Write a client's model to a file, read it back, and compare it with the dense module.
+
+    Args:
+        run: see :func:`export_model`, as ``client``, ``series`` and ``layout``.
+        client: its identifier.
+        series: which model.
+        layout: of the deployed one.
+        path: of the file, for :func:`fedlowrank.adapters.deployment.load_deployed`.
+        repeats: timed calls.
+
+    Raises:
+        ConfigError: as :func:`export_model`.
+        CheckpointError: if the file cannot be written.
+    """
+    model, parts = _parts(run, client, series)
+    dense = copy.deepcopy(model.module)
+    state = dense.state_dict()
+    like = {n: as_real(state[n]) for part in parts for n in part if n in state}
+    dense.load_state_dict(with_complex(sum_parts(parts, like), model.complex), strict=False)
+    save_deployed(_deployed(model, parts, layout), path)
+    thin = load_deployed(model.module, path)
+    data = run.federation.clients[client]
+    x = (data.test if len(data.test) else data.train).inputs
+    with torch.inference_mode():
+        ours, theirs = (m(**x) if isinstance(x, dict) else m(x) for m in (thin, dense))
+    times = compare_latency({"dense": dense, "deployed": thin}, _first(x), repeats)
+    return Gain(
+        (measure_size(dense), measure_size(thin)),
+        (times["dense"], times["deployed"]),
+        float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()),
+        float((ours - theirs).abs().max()),
+        path.stat().st_size,
+    )
+
+
+def _parts(run: Run, client: int | str, series: str | None) -> tuple[Model, tuple[Weights, ...]]:
+    """The architecture of a client's model, and what its weights are the sum of."""
+    info = run.federation.client(client)
+    made = run.local_model(info)
+    headline = next(iter(made.predictors))
+    name = headline if series is None else series
+    if name not in made.predictors:
+        raise ConfigError(f"{run.method.title} has no series {name!r}. {did_you_mean(name, made.predictors)}")
+    if name not in made.parts and name != headline:
+        raise ConfigError(
+            f"{run.method.title} does not say what its series {name!r} is made of; only {headline!r} can be "
+            "exported"
+        )
+    if name in made.parts:
+        first, *rest = made.parts[name]
+        weights = sum_parts(made.parts[name], made.model.initial)
+        # statistics of batch normalizations and other buffers are of the client, and of no part
+        own = {n: t for n, t in made.model.whole(weights).items() if n not in weights}
+        return made.model, ({**first, **own}, *rest)
+    params = canonical(made.personal())
+    some = _first(run.federation.clients[info.id].train.x)
+    with torch.inference_mode():
+        whole, inferred = made.model.apply(params, some), made.predictors[name](some)
+    if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
+        raise ConfigError(
+            f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
+            "of outputs), so no single module can be exported for it. Ensemble with mixed = 'weights' and "
+            "FLoRAL infer by one."
+        )
+    # with what is frozen, and with factors of the ranks that the module's layers have
+    state = full_state_dict(made.model, params)
+    return made.model, (canonical({n: as_real(t) for n, t in state.items()}),)
+
+
+def _first(x: Stored) -> Inputs:
+    """The first examples of some."""
+    return {n: t[:BATCH] for n, t in x.items()} if isinstance(x, dict) else x[:BATCH]
+
+
+def _deployed(model: Model, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
+    first, *rest = parts
+    # matrices of complex numbers have no smaller layout
+    whole = unpack_weights({n: first[n] for n in model.complex if n in first}, model.initial)
+    more = with_complex(sum_parts(rest, model.initial), model.complex) if rest else None
+    return deploy(model.module, {**first, **with_complex(whole, model.complex)}, more, layout)

@@ -1,0 +1,238 @@
+"""What the models of clients predict: scores, one row an example, and confusion matrices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from ...core.contract.client_model import Predictor
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.learning.losses import Loss
+from ...data.dataset import Examples, Inputs
+from ...data.input_types import convert_inputs, convert_named_input
+from ...data.partitioning.checks import describe_array
+from ...data.user_data.user_arrays import input_tensor
+from ...results.client_metrics import softmax
+from ...results.evaluation import SPLITS
+from ...results.local_model import LocalModel
+from ...results.scoring import all_scores, pool_of
+from ..run import Run
+
+PARTS = ("train", *SPLITS)
+"""Parts of a client's examples."""
+
+
+def predict(run: Run, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
+    """Scores of a client's model, as it stands.
+
+    Args:
+        run: where it stands now.
+        client: its number or name.
+        inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by
+            default the client's own test examples. Unsigned bytes are divided by 255, as in
+            ``Federation.from_arrays``.
+        series: which of the method's models; by default its headline.
+
+    Returns:
+        ``[n, classes]``, before a softmax; of a regression the outputs ``[n, d]``. On the CPU.
+
+    Raises:
+        ConfigError: if there is no such client or series, or the run is of a language model.
+        DataError: if the inputs do not have the form of the client's own.
+    """
+    client = run.federation.client(client).id
+    data = run.federation.clients[client]
+    examples = data.test if inputs is None else _as_examples(inputs, data.train)
+    return _scores(run, client, examples, series)
+
+
+def predictions(
+    run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
+) -> pd.DataFrame:
+    """What models predict for clients' own examples, one row an example.
+
+    Args:
+        run: where it stands now.
+        client: its number or name; None for all clients, each with its own model.
+        split: ``test``, ``val`` or ``train``.
+        series: which of the method's models; by default its headline.
+
+    Returns:
+        Columns client, example (counted from 0 in that split of the client), label, prediction (both as
+        numbers of classes), correct, and probability, which the model gives to its prediction; ``client_name``
+        where clients have names, ``label_name`` and ``prediction_name`` where classes have. Of a
+        regression: target, prediction and error, their difference; of several targets ``target_0``,
+        ``prediction_0``, ``error_0``, ... Of several labels an example: for each class ``label_0``,
+        ``prediction_0`` (1 if present) and ``probability_0`` of its presence, ..., and correct if all are right.
+
+    Raises:
+        ConfigError: if there is no such client, split or series, the run is of a language model, or has a label for
+            each pixel or token.
+    """
+    first = run.federation.clients[0].train
+    if first.is_dense or first.y.ndim > 2:
+        raise ConfigError(
+            "predictions are a table with one row an example, and these data have a label or target for each pixel or "
+            "token; predict(client) gives the scores"
+        )
+    if split not in PARTS:
+        raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, PARTS)}")
+    tables, infos, classes = [], run.federation.infos, run.federation.classes
+    has_names = classes != tuple(map(str, range(len(classes))))
+    for i in range(len(infos)) if client is None else [run.federation.client(client).id]:
+        examples = getattr(run.federation.clients[i], split)
+        scores = _scores(run, i, examples, series)
+        columns: dict[str, Any] = {"client": np.full(len(examples), i), "example": np.arange(len(examples))}
+        if infos[i].name:
+            columns["client_name"] = np.full(len(examples), infos[i].name)
+        columns |= _outcomes(scores, examples, run.federation.loss)
+        if has_names and "label" in columns:
+            columns |= {f"{name}_name": _names(classes, columns[name]) for name in ("label", "prediction")}
+        tables.append(pd.DataFrame(columns))
+    return pd.concat(tables, ignore_index=True)
+
+
+def confusion(
+    run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
+) -> pd.DataFrame:
+    """Confusion matrix of clients' own models on their own examples.
+
+    Args:
+        run: where it stands now.
+        client: its number or name; None for the sum over all clients but hostile ones.
+        split: ``test``, ``val`` or ``train``.
+        series: which of the method's models; by default its headline.
+
+    Returns:
+        Numbers of examples ``[classes, classes]``, a row for each label and a column for each prediction, by
+        name.
+
+    Raises:
+        ConfigError: as :func:`predictions`, or if there are no classes.
+    """
+    names = run.federation.classes
+    if not names:
+        raise ConfigError("these data have no classes, so there is no confusion matrix of them")
+    found = predictions(run, client, split, series)
+    if client is None:
+        found = found[~found["client"].isin(list(run.hostile))]
+    counts = np.zeros((len(names), len(names)), dtype=np.int64)
+    np.add.at(counts, (found["label"], found["prediction"]), 1)
+    return pd.DataFrame(counts, pd.Index(names, name="label"), pd.Index(names, name="prediction"))
+
+
+def _scores(run: Run, client: int, examples: Examples, series: str | None) -> Tensor:
+    if examples.tokens:
+        raise ConfigError(
+            "language models have a score for each token and not for each example, so there are no "
+            "predictions of them; `fedlowrank score` and `fedlowrank adapters` use their models"
+        )
+    made = run.local_model(run.federation.infos[client])
+    with torch.inference_mode(), _random_numbers(made, examples):
+        predict = _predictor(run, made, series)
+        if not len(examples):
+            shape = examples.y.shape[1:] if examples.regression else [len(run.federation.classes)]
+            return torch.zeros(0, *shape)
+        return all_scores(predict, pool_of(made.model, [examples], run.federation.loss)).cpu().clone()
+
+
+def _random_numbers(model: LocalModel, examples: Examples) -> contextlib.AbstractContextManager[Any]:
+    """As in an evaluation: a layer that is not standard may draw random numbers."""
+    return (
+        contextlib.nullcontext()
+        if model.model.is_standard
+        else model.key.global_generators(examples.y.device)
+    )
+
+
+def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:
+    predictors = model.predictors
+    if series is not None and series not in predictors:
+        raise ConfigError(f"{run.method.title} has no series {series!r}. {did_you_mean(series, predictors)}")
+    return predictors[series or next(iter(predictors))]
+
+
+def _as_examples(inputs: Any, own: Examples) -> Examples:
+    """Inputs as examples with labels that mean nothing, on the device of the client's own."""
+    if isinstance(inputs, dict) != isinstance(own.x, dict):
+        kind = f"a dictionary with {sorted(own.x)}" if isinstance(own.x, dict) else "one tensor"
+        raise DataError(f"the inputs must be {kind}, as those that the client trains on")
+    device = own.y.device
+    x: Inputs
+    if isinstance(own.x, dict):
+        if inputs.keys() != own.x.keys():
+            raise DataError(f"the inputs must have the names {sorted(own.x)}, not {sorted(inputs)}")
+        named = {name: input_tensor(value, f"input {name!r}").to(device) for name, value in inputs.items()}
+        x = {name: convert_named_input(value, own.x[name].dtype) for name, value in named.items()}
+        if wrong := [name for name, value in x.items() if value.dtype != own.x[name].dtype]:
+            name = wrong[0]
+            wanted = str(own.x[name].dtype).removeprefix("torch.")
+            raise DataError(f"the input {name!r} must be {wanted}, not {describe_array(named[name])}")
+        count = len(next(iter(x.values())))
+    else:
+        given = input_tensor(inputs, "the inputs").to(device)
+        x = convert_inputs(given, ids=own.x.dtype == torch.int64)
+        if x.dtype != own.x.dtype:
+            raise DataError(
+                "the model looks up whole numbers, so the inputs must be whole numbers, not "
+                f"{describe_array(given)}; give x.long()"
+            )
+        if x.ndim == 0 or x.shape[1:] != own.x.shape[1:]:
+            wanted = ", ".join(map(str, ["n", *own.x.shape[1:]]))
+            raise DataError(f"the inputs must have the shape [{wanted}], not {[*x.shape]}")
+        count = len(x)
+    return Examples(x, torch.zeros(count, *own.y.shape[1:], dtype=own.y.dtype, device=device))
+
+
+def _outcomes(scores: Tensor, examples: Examples, loss: Loss) -> dict[str, Any]:
+    """Columns of :func:`predictions`, given the scores of some examples."""
+    labels = examples.y.cpu().numpy()
+    if loss.is_binary(examples.y):
+        return _presences(scores, labels)
+    if examples.regression:
+        return _errors(scores.double().numpy(), labels.astype(np.float64))
+    chosen = scores.argmax(-1).numpy()
+    probability = softmax(scores.double().numpy())[np.arange(len(labels)), chosen]
+    return {
+        "label": labels,
+        "prediction": chosen,
+        # of scores with a NaN, argmax gives the place of the NaN
+        "correct": (chosen == labels) & ~np.isnan(probability),
+        "probability": probability,
+    }
+
+
+def _names(classes: Sequence[str], numbers: Any) -> list[str]:
+    """Names of classes; a score beyond them, which some models make, has its number."""
+    return [classes[c] if c < len(classes) else str(c) for c in numbers]
+
+
+def _presences(scores: Tensor, targets: Any) -> dict[str, Any]:
+    """Whether each class is present in each example, and predicted to be."""
+    found, probability = (scores > 0).numpy(), torch.sigmoid(scores.double()).numpy()
+    columns: dict[str, Any] = {}
+    for k, end in enumerate(_column_ends(targets)):
+        columns[f"label{end}"], columns[f"prediction{end}"] = targets[:, k], found[:, k].astype(int)
+        columns[f"probability{end}"] = probability[:, k]
+    is_number = ~np.isnan(probability).any(axis=1)
+    return {**columns, "correct": (found == (targets > 0.5)).all(axis=1) & is_number}
+
+
+def _column_ends(targets: Any) -> Sequence[str]:
+    """What the names of columns of each target end in."""
+    width = targets.shape[1]
+    return [""] if width == 1 else [f"_{k}" for k in range(width)]
+
+
+def _errors(outputs: Any, targets: Any) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for k, end in enumerate(_column_ends(targets)):
+        columns[f"target{end}"], columns[f"prediction{end}"] = targets[:, k], outputs[:, k]
+        columns[f"error{end}"] = outputs[:, k] - targets[:, k]
+    return columns

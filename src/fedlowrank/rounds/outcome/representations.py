@@ -1,0 +1,39 @@
+"""Test representations of clients' models, for the embedding plot of the report."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...models.coupling import mixes_examples
+from ..run import Run
+
+
+def representations(run: Run, limit: int) -> dict[str, Tensor]:
+    """Representations of about ``limit`` test examples, evenly from all clients, by each client's own model.
+
+    Returns:
+        ``x [n, d]``, ``label [n]`` (real targets ``[n, d]``) and ``client [n]``; empty if the models have no head to
+        split from, or the labels are those of pixels or tokens.
+    """
+    federation = run.federation
+    first = federation.clients[0].train
+    has_heads = all(a.head_name is not None for a in federation.architectures.values())
+    if limit < 1 or not has_heads or first.is_dense or first.y.ndim > 2:
+        return {}
+    share = max(1, limit // len(federation.clients))
+    x, label, client = [], [], []
+    for info, data in zip(federation.infos, federation.clients, strict=True):
+        if not len(data.test):
+            continue
+        params = run.personal(info)
+        model = federation.architectures[info.architecture]
+        some = data.test.take(torch.arange(min(share, len(data.test))))
+        seen = data.test if mixes_examples(model) else some
+        with torch.inference_mode():
+            x.append(model.represent(params, seen.x)[: len(some)].cpu().flatten(1).clone())
+        label.append(some.y.cpu())
+        client.append(torch.full((len(some),), info.id))
+    if len({t.shape[1] for t in x}) != 1:
+        return {}
+    return {"x": torch.cat(x).contiguous(), "label": torch.cat(label), "client": torch.cat(client)}

@@ -1,0 +1,181 @@
+"""What a finished run gives: records, models, tables and predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+from ...adapters.deployment import Layout
+from ...adapters.state_dict import full_state_dict
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.tree import Params
+from ...results.evaluation import SPLITS
+from ...results.measurements import ACCURACY, Measurements, mean_over_clients
+from ...results.records import RoundRecord
+from ..run import Run
+from .export import export_model
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        run: its last state.
+        rounds: one record a round, the first before any training.
+    """
+
+    run: Run
+    rounds: list[RoundRecord]
+
+    @property
+    def best_round(self) -> int:
+        """The round with the best mean validation accuracy (of a regression: loss), the earliest on ties.
+
+        Raises:
+            DataError: if no client has validation examples.
+        """
+        known = [
+            (value, -record.round) for record in self.rounds if (value := record.validation()) is not None
+        ]
+        if not known:
+            raise DataError(
+                "there is no best round by validation, because no client has validation examples: make the "
+                "federation with val=0.1, or use the last round"
+            )
+        return -max(known)[1]
+
+    def accuracy(
+        self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
+    ) -> list[float | None]:
+        """Accuracy of every client after the last round, or after the best one by validation.
+
+        None stands for a client without examples in that split, or one that was not evaluated
+        (``evaluate_clients``).
+
+        Args:
+            split: ``"test"`` or ``"val"``.
+            series: of a method that has several; by default its headline.
+            at: ``"last"``, or ``"best"`` for :attr:`best_round`.
+
+        Raises:
+            ConfigError: if there is no such split or series.
+            DataError: if there is no best round.
+        """
+        if at not in ("last", "best"):
+            raise ConfigError(f"at: {at!r} is no choice. {did_you_mean(str(at), ('last', 'best'))}")
+        record = (
+            next(r for r in self.rounds if r.round == self.best_round) if at == "best" else self.rounds[-1]
+        )
+        known = record.series()
+        if series is not None and series not in known:
+            raise ConfigError(
+                f"{self.run.method.title} has no series {series!r}. {did_you_mean(series, known)}"
+            )
+        if split not in SPLITS:
+            raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, SPLITS)}")
+        row: list[float | None] = [None] * len(self.run.federation.infos)
+        if record.measured is not None:
+            for client, value in zip(
+                record.measured.clients, record.values(ACCURACY, split, series), strict=True
+            ):
+                row[client] = value
+        return row
+
+    def mean_accuracy(
+        self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
+    ) -> float:
+        """Mean of :meth:`accuracy` over the clients that can train.
+
+        Clients that never train (``unseen``) and hostile ones (``attack``) are left out.
+
+        Args:
+            split: ``"test"`` or ``"val"``.
+            series: of a method that has several; by default its headline.
+            at: ``"last"``, or ``"best"`` for :attr:`best_round`.
+
+        Raises:
+            ConfigError: if there is no such split or series.
+            DataError: if there is no best round, or no client has an accuracy: the task is a regression, or the
+                split has no examples.
+        """
+        found = self.accuracy(split, series, at)
+        mean = mean_over_clients(a for i, a in enumerate(found) if i not in self.run.apart)
+        if mean is None:
+            cause = f"no client has examples in the split {split!r}"
+            if self.run.federation.clients[0].train.regression:
+                cause = "this is a regression"
+            raise DataError(
+                f"there is no mean accuracy, because {cause}. The losses are in the column 'loss' of "
+                "result.to_frame(last=True)."
+            )
+        return mean
+
+    @property
+    def measurements(self) -> Measurements:
+        """All that was measured, as one table of round, client, series, split, name and value."""
+        return Measurements.of(self.rounds, self.run.clients())
+
+    def to_frame(self, *, last: bool = False, series: str | None = None) -> pd.DataFrame:
+        """Results of every client as a table, one row for each evaluated round, client and split.
+
+        Columns: round, client, client_name (where clients have names), unseen (never trains), hostile,
+        series, split, n (examples), accuracy, loss and one for each of ``metrics``; see :func:`...results.frames.client_frame`.
+
+        Args:
+            last: keep only the last evaluated round.
+            series: which of the method's models, by name, or ``"all"``; None for its headline.
+
+        Raises:
+            ConfigError: if there is no such series.
+        """
+        from ...results.frames import client_frame  # pandas is slow to import, as below
+
+        return client_frame(self.measurements, last=last, series=series)
+
+    def rounds_frame(self) -> pd.DataFrame:
+        """What each round cost: bytes, operations, seconds; see :func:`...results.frames.rounds_frame`."""
+        from ...results.frames import rounds_frame
+
+        return rounds_frame(self.rounds)
+
+    def predict(self, client: int | str, inputs: Any = None, series: str | None = None) -> Tensor:
+        """Scores of a client's model, by default on its test examples; see :func:`.predictions.predict`."""
+        from .predictions import predict
+
+        return predict(self.run, client, inputs, series)
+
+    def predictions(
+        self, client: int | str | None = None, split: str = "test", series: str | None = None
+    ) -> pd.DataFrame:
+        """Label, prediction and probability of each example; see :func:`.predictions.predictions`."""
+        from .predictions import predictions
+
+        return predictions(self.run, client, split, series)
+
+    def confusion(
+        self, client: int | str | None = None, split: str = "test", series: str | None = None
+    ) -> pd.DataFrame:
+        """Confusion matrix of one client, or the sum over all; see :func:`.predictions.confusion`."""
+        from .predictions import confusion
+
+        return confusion(self.run, client, split, series)
+
+    def deploy(self, client: int | str, series: str | None = None, layout: Layout = "small") -> nn.Module:
+        """The model that a client infers by, a module with factored layers; see :func:`.export.export_model`."""
+        return export_model(self.run, client, series, layout)
+
+    def personal(self, client: int | str) -> Params:
+        """State dict of the model that a client would use now; load it with ``module.load_state_dict``.
+
+        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's
+        own module and not copies. Load the state into another module: a federation goes on with the module
+        that it was made from.
+        """
+        info = self.run.federation.client(client)
+        return full_state_dict(self.run.federation.architectures[info.architecture], self.run.personal(info))

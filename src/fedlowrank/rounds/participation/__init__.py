@@ -1,0 +1,1 @@
+"""Who takes part in a round, on what devices and over what connections."""

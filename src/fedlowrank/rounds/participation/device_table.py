@@ -1,0 +1,80 @@
+"""Tables of simulated devices: a CSV file with a row for each client."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...core.errors import ConfigError, did_you_mean
+from ...core.io.text import explain_encoding
+from ...data.download.data_files import expand_path
+
+if TYPE_CHECKING:
+    from pandas import Series
+
+COLUMNS = {"speed": "speeds", "uplink": "uplink", "downlink": "downlink", "availability": "availability"}
+"""Columns besides ``client``, and the field of ``Devices`` that each one gives."""
+
+
+def read_device_table(file: str) -> dict[str, tuple[float, ...]]:
+    """Read what the devices of all clients can do.
+
+    Args:
+        file: a CSV file with the column ``client`` (0, 1, ..., each once, in any order) and one or more of
+            :data:`COLUMNS`, with the units of :class:`fedlowrank.rounds.participation.devices.Devices`.
+
+    Returns:
+        A number for each client, by the field's name.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a column or cell does not fit; the message names the row.
+    """
+    # loading pandas takes half a second
+    import pandas as pd
+
+    where = f"run.devices.file {file!r}"
+    try:
+        table = pd.read_csv(expand_path(file), dtype=str, keep_default_na=False, skipinitialspace=True)
+    except UnicodeDecodeError as error:
+        why = explain_encoding(Path(expand_path(file))) or error
+        raise ConfigError(f"{where} cannot be read as CSV: {why}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where} cannot be read as CSV: {error}") from error
+    names = [str(name).strip() for name in table.columns]
+    table.columns = pd.Index(names)
+    for name in names:
+        if name != "client" and name not in COLUMNS:
+            raise ConfigError(
+                f"{where}: there is no column {name!r}. {did_you_mean(name, ['client', *COLUMNS])}"
+            )
+    if "client" not in names or len(names) < 2:
+        raise ConfigError(
+            f"{where} needs the column client and one or more of {', '.join(COLUMNS)}; it has {', '.join(names)}"
+        )
+    clients = _numbers(table["client"], where)
+    if sorted(clients) != list(range(len(clients))) or not clients:
+        wrong = next((c for c in clients if clients.count(c) > 1), None)
+        why = f"client {wrong:g} stands there more than once" if wrong is not None else "some are missing"
+        raise ConfigError(f"{where} must list the clients 0, 1, ..., each once, but {why}")
+    order = sorted(range(len(clients)), key=clients.__getitem__)
+    found = {}
+    for name in names:
+        if name != "client":
+            values = _numbers(table[name], where)
+            found[COLUMNS[name]] = tuple(values[row] for row in order)
+    return found
+
+
+def _numbers(column: Series, where: str) -> list[float]:
+    """The cells as numbers; the first row below the heading is line 2 of the file."""
+    found = []
+    for line, text in enumerate(column, 2):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}, line {line}, column {column.name}: a number is needed, not {text!r}")
+        found.append(value)
+    return found

@@ -1,0 +1,212 @@
+"""Simulated devices of the clients: speed, bandwidth, availability, and the simulated clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from ...core.arguments.field_checks import CheckedFields
+from ...core.arguments.switch import refuse_unread_field
+from ...core.errors import ConfigError
+from ...core.key import Key
+from .communication import PayloadSize, Volume
+from .device_table import read_device_table
+
+MEGABIT = 1e6 / 8
+"""Bytes of a megabit."""
+
+_LISTS = ("speeds", "uplink", "downlink", "availability")
+
+
+@dataclass(frozen=True)
+class Devices(CheckedFields):
+    """What the clients' devices can do, in a simulation.
+
+    A number holds for all clients. A list is repeated evenly over the clients, in order, as ``lora.ranks``
+    is: of 100 clients and a list of two the first fifty get the first number. A table gives each client its
+    own numbers.
+
+    Attributes:
+        flops_per_second: floating-point operations a second of a device with speed 1; None: computation takes
+            no time.
+        speeds: relative speeds of the devices, > 0.
+        uplink: megabits a second from a client to the server; None: no time.
+        downlink: megabits a second from the server to a client; None: no time.
+        latency: seconds that every message takes besides.
+        availability: probability, in (0, 1], that a participant stays until it has replied; of the others the
+            reply is lost.
+        deadline: seconds from the start of a round; replies that take longer are lost. None waits for all.
+        per_client: lists hold one number for each client, and a list of another length is refused.
+        file: a CSV file with a row for each client: the column ``client`` (0, 1, ...) and one or more of ``speed``,
+            ``uplink``, ``downlink`` and ``availability``. It is read once, into the fields above, so that a run
+            records the numbers and not the path; ``per_client`` is then set.
+    """
+
+    flops_per_second: float | None = None
+    speeds: float | tuple[float, ...] = 1.0
+    uplink: float | tuple[float, ...] | None = None
+    downlink: float | tuple[float, ...] | None = None
+    latency: float = 0.0
+    availability: float | tuple[float, ...] = 1.0
+    deadline: float | None = None
+    per_client: bool = False
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        if self.file:
+            self._read()
+        for name in _LISTS:
+            if isinstance(getattr(self, name), list):
+                # Python code passes a list
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("flops_per_second", *_LISTS, "deadline"):
+            self._check(name)
+        if not 0 <= self.latency < math.inf:
+            raise ConfigError(f"run.devices.latency is a number of seconds, at least 0; it is {self.latency}")
+        if any(a > 1 for a in _values(self.availability)):
+            raise ConfigError(
+                f"run.devices.availability is a probability in (0, 1]; it is {self.availability}"
+            )
+        if self.flops_per_second is None and any(s != 1 for s in _values(self.speeds)):
+            raise ConfigError(
+                "run.devices.speeds are relative; set run.devices.flops_per_second, too, such as 1e9"
+            )
+        if self.deadline is not None and not self.has_clock:
+            raise ConfigError(
+                "run.devices.deadline needs a simulated clock; set run.devices.flops_per_second, uplink, "
+                "downlink or latency, too"
+            )
+
+    def _read(self) -> None:
+        """Put the columns of the table into the fields."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, values in read_device_table(self.file).items():
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"run.devices.{name} is given twice: by the setting and by the table {self.file!r}; leave out one"
+                )
+            object.__setattr__(self, name, values)
+        object.__setattr__(self, "per_client", True)
+        object.__setattr__(self, "file", "")
+
+    def _check(self, name: str) -> None:
+        value = getattr(self, name)
+        values = () if value is None else _values(value)
+        if (value is not None and not values) or any(not 0 < v < math.inf for v in values):
+            raise ConfigError(f"run.devices.{name} must be > 0 and finite; it is {value}")
+
+        if self.per_client and not any(isinstance(getattr(self, name), tuple) for name in _LISTS):
+            where, cure = "without a list", "give run.devices.speeds, uplink, downlink or availability a list"
+            refuse_unread_field(self, "per_client", "run.devices", where, cure)
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether anything takes simulated time."""
+        return (self.flops_per_second, self.uplink, self.downlink) != (None,) * 3 or self.latency > 0
+
+
+class DeviceClock:
+    """Simulated seconds of the clients, and which of them drop out.
+
+    Args:
+        devices: of the clients.
+        clients: of the federation.
+        key: of the federation.
+
+    Raises:
+        ConfigError: if a list is longer than the clients are many or, with ``per_client``, shorter.
+    """
+
+    def __init__(self, devices: Devices, clients: int, key: Key) -> None:
+        self.devices = devices
+        self._key, self._clients = key / "available", clients
+        self._speeds, self._up, self._down, self._available = (
+            _broadcast(name, getattr(devices, name), clients, devices.per_client)
+            for name in ("speeds", "uplink", "downlink", "availability")
+        )
+
+    def unavailable(self, round: int) -> set[int]:
+        """The clients that drop out of a round if they take part; the same draw for every method."""
+        if all(a == 1 for a in self._available):
+            return set()
+        draws = torch.rand(self._clients, generator=(self._key / round).generator(), dtype=torch.float64)
+        return {i for i, u in enumerate(draws.tolist()) if u >= self._available[i]}
+
+    def seconds(self, client: int, down: PayloadSize, up: PayloadSize, flops: int) -> float:
+        """Seconds from the start of a round until the reply of a client has arrived.
+
+        Args:
+            client: identifier.
+            down: size of the message to the client.
+            up: size of its reply.
+            flops: floating-point operations of its training.
+        """
+        compute = 0.0
+        if self.devices.flops_per_second is not None:
+            compute = flops / (self._speeds[client] * self.devices.flops_per_second)
+        download = down.bytes / (self._down[client] * MEGABIT)
+        upload = up.bytes / (self._up[client] * MEGABIT)
+        return 2 * self.devices.latency + download + compute + upload
+
+
+class RoundTiming:
+    """Measures a round by the simulated clock.
+
+    Without a deadline the round takes as long as its slowest participant. With one, replies after it are
+    lost, and the round ends at the deadline. The server need not wait for a client that drops out.
+
+    Args:
+        clock: of the clients.
+        round: counted from 0.
+        sent: sizes of the messages to the participants.
+    """
+
+    def __init__(self, clock: DeviceClock, round: int, sent: Volume) -> None:
+        self._clock, self._unavailable, self._sent = clock, clock.unavailable(round), sent
+        self._longest = 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """Simulated seconds of the round until now; None if nothing takes time."""
+        return self._longest if self._clock.devices.has_clock else None
+
+    def add(self, client: int, up: PayloadSize, flops: int) -> str | None:
+        """Measure a participant.
+
+        Args:
+            client: identifier.
+            up: size of its reply.
+            flops: floating-point operations of its training.
+
+        Returns:
+            Why its reply is lost, or None if it arrives in time.
+        """
+        if client in self._unavailable:
+            return "the client dropped out of the round"
+        deadline = self._clock.devices.deadline
+        took = self._clock.seconds(client, self._sent.of(client), up, flops)
+        self._longest = max(self._longest, took if deadline is None else min(took, deadline))
+        if deadline is None or took <= deadline:
+            return None
+        return f"too slow: {took:.4g} s, and the deadline is {deadline:g} s"
+
+
+def _values(value: float | Sequence[float]) -> tuple[float, ...]:
+    return (value,) if isinstance(value, int | float) else tuple(value)
+
+
+def _broadcast(
+    name: str, value: float | Sequence[float] | None, clients: int, per_client: bool
+) -> list[float]:
+    """One number a client; infinity, for a link that takes no time, where none is given."""
+    values = (math.inf,) if value is None else _values(value)
+    is_list = not isinstance(value, int | float | None)
+    if len(values) > clients > 0 or (per_client and is_list and len(values) != clients):
+        each = "; the table of devices needs a row for each" if per_client else ""
+        raise ConfigError(
+            f"run.devices.{name} has {len(values)} numbers, but there are {clients} clients{each}"
+        )
+    return [values[i * len(values) // clients] for i in range(clients)]

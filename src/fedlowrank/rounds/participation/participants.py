@@ -1,0 +1,109 @@
+"""Who takes part in a round, by draws that are the same for every method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.key import Key
+from ...trust.privacy.accounting import Sampling
+from ..run_settings import RunSettings
+from .unequal_sampling import choose_by_loss, draw_by_size, weights_by_size
+
+
+class Participants:
+    """Draws the clients of each round.
+
+    Args:
+        clients: of the federation.
+        settings: of the run.
+        key: of the federation.
+        secret: draw from the operating system, for privacy is amplified only by draws that no client can
+            foresee.
+
+    Attributes:
+        unseen: identifiers of clients that never train.
+        seen: identifiers of the others.
+        sampling: how clients are drawn from those.
+        expected: clients that are expected in a round.
+
+    Raises:
+        ConfigError: if no client is left to train.
+    """
+
+    def __init__(self, clients: int, settings: RunSettings, key: Key, *, secret: bool = False) -> None:
+        self._share, self._key = settings.participation, key / "participants"
+        self._secret, self._last = secret, (-1, list[int]())
+        count = round_half_up(settings.unseen * clients)
+        if count >= clients:
+            raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
+        order = (key / "unseen").numpy().permutation(clients)
+        self.unseen = frozenset(order[:count].tolist())
+        self.seen = [i for i in range(clients) if i not in self.unseen]
+        self.sampling = _sampling(settings, len(self.seen))
+        self.expected = float(self.sampling.count or len(self.seen) * self._share)
+        self._kind, self._count = settings.sampling, max(1, round_half_up(self._share * len(self.seen)))
+        most = len(self.seen)
+        self._candidates = min(2 * self._count, most) if settings.candidates is None else settings.candidates
+        if not self._count <= self._candidates <= most:
+            raise ConfigError(
+                f"run.candidates = {self._candidates} must be at least the {self._count} clients of a round and at most "
+                f"the {most} that may train"
+            )
+
+    def draw(
+        self, round: int, sizes: Sequence[int] = (), losses: Mapping[int, float] | None = None
+    ) -> list[int]:
+        """The clients of a round, by identifier; with Poisson sampling there may be none.
+
+        Args:
+            round: counted from 0.
+            sizes: training examples of all clients, for a draw by size or loss.
+            losses: last known training losses, for a draw by loss.
+        """
+        if self._kind in ("size", "loss"):
+            return self._drawn_by_size((self._key / round).generator(), sizes, losses or {})
+        if not self._secret:
+            return self._drawn((self._key / round).generator())
+        if self._last[0] != round:
+            seed = int.from_bytes(os.urandom(8), "little") >> 1
+            self._last = round, self._drawn(torch.Generator().manual_seed(seed))
+        return self._last[1]
+
+    def weights(self, sizes: Sequence[int]) -> dict[int, int]:
+        """What each client that may train counts in a mean by examples, after a draw by size."""
+        return dict(zip(self.seen, weights_by_size([sizes[i] for i in self.seen], self._count), strict=True))
+
+    def _drawn_by_size(
+        self, generator: torch.Generator, sizes: Sequence[int], losses: Mapping[int, float]
+    ) -> list[int]:
+        own = [sizes[i] for i in self.seen]
+        if self._kind == "size":
+            return [self.seen[i] for i in draw_by_size(own, self._count, generator)]
+        candidates = [self.seen[i] for i in draw_by_size(own, self._candidates, generator)]
+        order = torch.randperm(len(candidates), generator=generator).tolist()
+        return choose_by_loss([candidates[i] for i in order], losses, self._count)
+
+    def _drawn(self, generator: torch.Generator) -> list[int]:
+        if self.sampling.kind == "poisson":
+            draws = torch.rand(len(self.seen), generator=generator).tolist()
+            return [i for i, u in zip(self.seen, draws, strict=True) if u < self._share]
+        count = max(1, round_half_up(self._share * len(self.seen)))
+        order = torch.randperm(len(self.seen), generator=generator)
+        return sorted(self.seen[i] for i in order[:count].tolist())
+
+
+def _sampling(settings: RunSettings, clients: int) -> Sampling:
+    """How the clients of a round are drawn from those that may train."""
+    if settings.sampling == "poisson":
+        return Sampling("poisson", clients, rate=settings.participation)
+    count = max(1, round_half_up(settings.participation * clients))
+    return Sampling("all", clients) if count == clients else Sampling("fixed", clients, count=count)
+
+
+def round_half_up(x: float) -> int:
+    """Nearest whole number; halves go up, so that 10 % of 25 clients are 3."""
+    return int(x + 0.5)

@@ -1,0 +1,174 @@
+"""Clients drawn by their sizes or losses: the draw, the weights that belong to it, and the methods that it suits.
+
+**By size.** Client k of those that may train is drawn with probability exactly π_k = min(1, m n_k / n), m clients in each
+round, without replacement: systematic sampling of clients in random order (Madow, "On the Theory of Systematic
+Sampling, II", Annals of Mathematical Statistics 1949). A client with m n_k ≥ n takes part in every round, and the rule
+applies to the others. The mean that a method weighs by n_k is weighted by n_k / π_k instead (Horvitz and Thompson
+1952), so that its expectation is the mean over all clients, as in a round in which all take part. Where no client is in
+every round all these weights are equal: with p ∝ n the mean that is unbiased is the plain one.
+
+**By loss.** Power-of-Choice (Cho, Wang and Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
+AISTATS 2022, arXiv:2010.01243): of d candidates, drawn by size, those m train that have the highest loss; the server
+takes their plain mean. This is the variant rpow-d: the loss is the mean over the local steps of the round in which the
+client trained last, so that no message is added; it may be old. Where a method has several passes, it is the mean
+of theirs. A client that was never drawn comes first, for its loss counts as infinite. A client whose reply is lost counts
+with the mean of the others' losses until it replies: else one that cannot be reached would be drawn in every round. The
+draw is biased on purpose: no weight makes up for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ...core import tree
+from ...core.contract.contribution import Each, Mean, contribution_leaves, map_leaves
+from ...core.contract.method import ClientInfo, ServerView, Task
+from ...core.errors import TaskError
+from ...engines.engine import AnyMethod
+from ...training.tracing import trace_upload
+
+_FINE = 2**53
+"""Steps in which the random start of a systematic sample is drawn."""
+
+
+_MANY = 10**6
+"""Examples of a client in a trial: more than a batch, so that numbers of steps differ where they follow from these."""
+
+
+def always_drawn(sizes: Sequence[int], count: int) -> set[int]:
+    """Places that are in every sample of so many, because of their size."""
+    certain: set[int] = set()
+    while True:
+        left = count - len(certain)
+        total = sum(n for i, n in enumerate(sizes) if i not in certain)
+        more = {i for i, n in enumerate(sizes) if i not in certain and n and left * n >= total}
+        if not more:
+            return certain
+        certain |= more
+
+
+def draw_by_size(sizes: Sequence[int], count: int, generator: torch.Generator) -> list[int]:
+    """Draw places without replacement, each with a probability in proportion to its size, or 1.
+
+    Args:
+        sizes: at least 0; a place of size 0 is never drawn.
+        count: how many; fewer are drawn if fewer have a size.
+        generator: of the draw.
+
+    Returns:
+        The places, ascending.
+    """
+    certain = always_drawn(sizes, count)
+    order = torch.randperm(len(sizes), generator=generator).tolist()
+    start = int(torch.randint(_FINE, (), generator=generator))
+    others, left = [i for i in order if i not in certain and sizes[i]], count - len(certain)
+    if not others or left < 1:
+        return sorted(certain)
+    # in whole numbers: rounding could draw a place twice, or one too few
+    ends = list(accumulate(sizes[i] * left * _FINE for i in others))
+    total = sum(sizes[i] for i in others)
+    drawn = {others[bisect_right(ends, (start + j * _FINE) * total)] for j in range(left)}
+    return sorted(certain | drawn)
+
+
+def weights_by_size(sizes: Sequence[int], count: int) -> list[int]:
+    """Whole numbers in proportion to n_k / π_k, the weights of a sample of :func:`draw_by_size`."""
+    certain = always_drawn(sizes, count)
+    left = count - len(certain)
+    total = sum(n for i, n in enumerate(sizes) if i not in certain)
+    if not certain:
+        return [1] * len(sizes)
+    # n_k / π_k is n_k of those that are always drawn, and total / left of the others
+    return [n * max(left, 1) if i in certain else total for i, n in enumerate(sizes)]
+
+
+def choose_by_loss(candidates: Sequence[int], losses: Mapping[int, float], count: int) -> list[int]:
+    """The candidates with the highest losses, the first among equal ones; those without a loss before all others."""
+    ranked = sorted(candidates, key=lambda i: -losses.get(i, math.inf))
+    return sorted(ranked[:count])
+
+
+def next_losses(
+    last: Mapping[int, float], found: Mapping[int, float], drawn: Sequence[int]
+) -> dict[int, float]:
+    """The losses by which clients are drawn in the next round.
+
+    Args:
+        last: those of this round.
+        found: of the clients that replied.
+        drawn: all clients of this round.
+    """
+    known = {**last, **found}
+    missing = [i for i in drawn if i not in found]
+    others = [known[i] for i in sorted(known) if i not in missing]
+    if not others:
+        return known
+    return {**known, **dict.fromkeys(missing, math.fsum(others) / len(others))}
+
+
+def check_weights(method: AnyMethod, task: Task, sampling: str) -> None:
+    """Refuse a method whose weights do not belong to the draw.
+
+    A trial finds out: the update of one client whose examples count once, and three times.
+
+    Args:
+        method: of the run.
+        task: of the run.
+        sampling: ``size`` or ``loss``.
+
+    Raises:
+        TaskError: with the reason.
+    """
+    if (reason := _misfit(method, task, sampling)) is not None:
+        raise TaskError(
+            f"run.sampling = {sampling!r}: {method.title} cannot be used with it: {reason}. Set run.sampling = 'fixed' or "
+            "'poisson'."
+        )
+
+
+def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
+    client, server = task.clients[0], method.server_init(task)
+    upload = trace_upload(method, task, client, method.download(server, client))[0]
+    if not tree.tensors(upload):
+        return None
+    infos = [dataclasses.replace(client, examples=times * _MANY) for times in (1, 3)]
+    found = [method.contribution(upload, info, server) for info in infos]
+    pairs = list(zip(*([leaf for _, leaf in contribution_leaves(one)] for one in found), strict=True))
+    if sampling == "size" and any(isinstance(leaf, Each) for leaf, _ in pairs):
+        return "its server weighs single replies by a rule of its own"
+    if sampling == "size" and not all(_is_tripled(one, three) for one, three in pairs):
+        return (
+            "it does not weigh clients by their number of examples, so that large clients would count twice"
+        )
+
+    def total(info: ClientInfo, contribution: Any) -> Any:
+        return map_leaves(
+            lambda _, leaf: {info.id: leaf.value} if isinstance(leaf, Each) else leaf.value, contribution
+        )
+
+    states = [
+        method.server_update(server, total(i, c), ServerView(task, 0, task.key / "sampling", [i]))
+        for i, c in zip(infos, found, strict=True)
+    ]
+    if not _is_close(*states):
+        return "its server needs the true number of examples of each client, and here weights stand in their place"
+    return None
+
+
+def _is_tripled(one: Any, three: Any) -> bool:
+    """Whether a leaf counts three times as much."""
+    if isinstance(one, Mean):
+        return math.isclose(float(three.weight), 3 * float(one.weight), rel_tol=1e-6)
+    return _is_close(tree.map(lambda t: 3 * t, one.value), three.value)
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    pairs = zip(tree.tensors(one), tree.tensors(other), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)

@@ -1,0 +1,81 @@
+"""What a run derives from the number of rounds that it begins with, and keeps when it gets more."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError
+from ..storage.run_files import LEDGER
+from ..trust.privacy.ledger import PrivacyLedger
+
+EVALUATIONS = 50
+"""Evaluations that a run has at least, however much they cost."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run derives from the number of rounds that it begins with, and keeps when it gets more.
+
+    Stored in ``run.json`` as ``plan``.
+
+    Attributes:
+        interval: rounds between two evaluations at most, where ``run.evaluate_every`` is not set.
+        noise: σ of differential privacy; None without privacy, and before it is found.
+        engine: that ``auto`` chose; nothing with another engine.
+    """
+
+    interval: int
+    noise: float | None = None
+    engine: str = ""
+
+    @classmethod
+    def of(cls, rounds: int) -> Plan:
+        """The plan of a new run."""
+        return cls(max(1, rounds // EVALUATIONS))
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan | None:
+        """Read the plan of a run that goes on; None where ``run.json`` cannot be read, which is refused later.
+
+        A run from before plans were stored has the σ of its ledger.
+
+        Raises:
+            CheckpointError: if the plan or the ledger is damaged.
+        """
+        stored = _read(folder)
+        if "plan" not in stored:
+            rounds = rounds_of(folder)
+            found = None if rounds is None else cls.of(rounds)
+            return found and cls(found.interval, PrivacyLedger(folder / LEDGER).noise)
+        try:
+            found = cls(**stored["plan"])
+            if type(found.interval) is not int or found.interval < 1:
+                raise ValueError(found.interval)
+            if found.noise is not None and not (type(found.noise) is float and found.noise > 0):
+                raise ValueError(found.noise)
+            if not isinstance(found.engine, str):
+                raise TypeError(found.engine)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / 'run.json'} is damaged: the plan {stored['plan']!r} must hold an interval and a noise. "
+                "Restore the file from a copy"
+            ) from error
+        return found
+
+
+def rounds_of(folder: Path) -> int | None:
+    """``run.rounds`` of a stored run; None where ``run.json`` does not say it."""
+    run = _read(folder).get("run")
+    rounds = run.get("rounds") if isinstance(run, dict) else None
+    return rounds if isinstance(rounds, int) else None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return stored if isinstance(stored, dict) else {}

@@ -1,0 +1,53 @@
+"""Puts a run where its folder's checkpoint is, to go on from there or to look at it."""
+
+from __future__ import annotations
+
+from ..results.records import RoundRecord, read_records
+from ..storage import checkpoint
+from ..storage.run_files import read_config
+from ..storage.run_folder import RunFolder
+from .config_changes import check_changes
+from .run import Run
+
+
+def restore_run(run: Run, folder: RunFolder) -> list[RoundRecord]:
+    """Put a run where its last checkpoint was, to go on from there.
+
+    The checkpoint is enough to go on. Where other files are damaged, they are written again as far as their
+    content is known, and a warning says what is lost.
+
+    Args:
+        run: made of the same configuration and data.
+        folder: of the run; it is locked.
+
+    Returns:
+        The records of the rounds until then that could be read.
+
+    Raises:
+        CheckpointError: if the configuration or the data changed, or the checkpoint cannot be read.
+        FolderInUseError: if another process writes the folder.
+    """
+    folder.lock()
+    stored = read_config(folder.path)
+    check_changes(folder.path, stored, folder.config, run.method)
+    run.restore(folder.load(run.new_store()))
+    is_damaged = folder.repair_tables(run.round)
+    records, missing = read_records(folder.path, run.round)
+    if flops := next((r.flops for r in records if r.flops), 0):
+        run.plan_evaluations(flops)
+    if run.round in missing:
+        last = RoundRecord(round=run.round, restored=True)
+        # over a network the clients evaluate, at the end of the next round
+        records.append(last if run.evaluates_late else run.evaluate_last(last))
+    if folder.config != stored or is_damaged:
+        folder.reconfigure()
+    checkpoint.tidy(folder.path / "checkpoint")
+    if folder.has_ended(run.round, stored):
+        run.stopped = str(folder.read_status().get("message", ""))
+    elif run.round < run.settings.rounds:
+        # rounds after the checkpoint will be done again
+        folder.rewrite(r.to_json() for r in records)
+        folder.status("running", run.round)
+    if missing:
+        folder.rewrite(r.to_json() for r in records)
+    return records

@@ -1,0 +1,225 @@
+"""Goes through the rounds of a run: records, checkpoints, callbacks and loggers, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+from ..core.errors import CheckpointError, FedlowrankError
+from ..core.io.atomic_files import as_checkpoint_error
+from ..results.records import RoundRecord
+from ..storage.run_files import LEDGER
+from ..storage.run_folder import RunFolder
+from .callbacks import CallbackList, RoundCallback
+from .logs.loggers import make_loggers
+from .logs.progress import bar, run_label
+from .outcome.representations import representations
+from .run import Run
+
+
+def rounds(
+    run: Run,
+    folder: RunFolder | None,
+    records: list[RoundRecord],
+    progress: bool,
+    callbacks: Sequence[RoundCallback],
+    after_round: Callable[[RoundRecord], None] | None = None,
+) -> list[RoundRecord]:
+    """Go through the rounds that remain, and keep the folder up to date.
+
+    Args:
+        run: where it stands.
+        folder: of the run, or None.
+        records: of the rounds until now; the further ones are added.
+        progress: show a progress bar.
+        callbacks: called with every record as soon as it is complete.
+        after_round: called with every record, even before its evaluation is known.
+
+    Returns:
+        The records of all rounds.
+    """
+    settings = run.settings
+    if run.budget is not None and folder is not None:
+        run.budget.open(folder.path / LEDGER, run.round)
+    with contextlib.ExitStack() as stack:
+        here = {"method": {"title": run.method.title}, "run": {"seed": settings.seed}}
+        label = run_label(here if folder is None else folder.config)
+        show = stack.enter_context(bar(label, settings.rounds, run.round)) if progress else None
+        stack.enter_context(_ending(run, folder, records))
+        stack.callback(run.engine.close)
+        loop = _Loop(run, folder, records, callbacks, show or _ignore, after_round or _ignore)
+        stack.push(loop.end)
+        loop.begin()
+        if not records:
+            loop.add(run.start())
+        while not run.is_over:
+            record = run.step()
+            loop.settle()
+            loop.add(record)
+        run.stop_by_budget()
+        run.finish()
+        loop.settle()
+        if run.evaluates_late:
+            loop.pass_on()
+        if folder is not None:
+            folder.save_representations(representations(run, settings.representations))
+    return records
+
+
+class _Loop:
+    """What is done with the record of a round.
+
+    Args:
+        run: the run.
+        folder: of the run, or None.
+        records: of the rounds until now; the further ones are added.
+        callbacks: get complete records, and may end the run.
+        show: gets every record, and once more where its evaluation came late.
+        after_round: gets every record, even an incomplete one.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: RunFolder | None,
+        records: list[RoundRecord],
+        callbacks: Sequence[RoundCallback],
+        show: Callable[[RoundRecord], None],
+        after_round: Callable[[RoundRecord], None],
+    ) -> None:
+        self._run, self._folder, self._records = run, folder, records
+        self._show, self._after_round = show, after_round
+        self._callbacks = CallbackList(callbacks)
+        log = run.settings.log
+        made = [] if folder is None else make_loggers(log, folder.path, folder.config, folder.clients)
+        self._loggers = CallbackList(made)
+
+    def begin(self) -> None:
+        """Begin callbacks and loggers with the records that are complete."""
+        complete = self._records[:-1] if self._run.evaluates_late else self._records
+        self._loggers.begin(complete)
+        reason = self._callbacks.begin(complete)
+        if not self._run.is_over:
+            self._run.stopped = reason
+
+    def end(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End callbacks and loggers, whatever ended the rounds."""
+        del error, trace
+        try:
+            self._callbacks.end(kind is None)
+        finally:
+            self._loggers.end(kind is None)
+
+    def add(self, record: RoundRecord) -> None:
+        """Keep the record of a round, and pass on the last complete one."""
+        run, folder, settings = self._run, self._folder, self._run.settings
+        self._records.append(record)
+        if folder is not None:
+            folder.append(record.to_json())
+            self._save_best()
+            if record.round in settings.adapters:
+                _write_models(run, folder)
+            if folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
+                _save(run, folder)
+        self._show(record)
+        self._after_round(record)
+        if not run.evaluates_late:
+            self.pass_on()
+        elif len(self._records) > 1:
+            self.pass_on(-2)
+
+    def pass_on(self, place: int = -1) -> None:
+        """Call the callbacks with a complete record, end the run if one asks for it, and log the record."""
+        run, folder = self._run, self._folder
+        reason = self._callbacks(self._records[place])
+        if reason and not run.is_over:
+            run.stopped = reason
+            if not run.evaluates_late and not self._records[-1].is_evaluated:
+                # the last round is always evaluated
+                self._replace_last(run.evaluate_last(self._records[-1]))
+                self._save_best()
+            if folder is not None:
+                _save_once(run, folder)
+        self._loggers(self._records[place])
+
+    def settle(self) -> None:
+        """Enter what is only known now into the last record."""
+        found = self._run.late()
+        if found is not None:
+            self._replace_last(dataclasses.replace(self._records[-1], measured=found))
+            self._show(self._records[-1])
+
+    def _replace_last(self, record: RoundRecord) -> None:
+        self._records[-1] = record
+        if self._folder is not None:
+            self._folder.rewrite(r.to_json() for r in self._records)
+
+    def _save_best(self) -> None:
+        if self._folder is not None and self._run.settings.keep_best and _is_best(self._records):
+            self._folder.save_best(self._run.state)
+
+
+def _save(run: Run, folder: RunFolder) -> None:
+    """Write a checkpoint of the run as it stands."""
+    folder.save(run.state, run.unsaved, run.settings.keep_checkpoints)
+    run.unsaved.clear()
+
+
+def _save_once(run: Run, folder: RunFolder) -> None:
+    """Write a checkpoint of the run as it stands, unless the last one written is of this round."""
+    if not folder.is_saved(run.round):
+        _save(run, folder)
+
+
+def _write_models(run: Run, folder: RunFolder) -> None:
+    """Write the models as they stand to ``adapters/round-NNNN``, in the form that others read.
+
+    Raises:
+        CheckpointError: if these are no language models, or the folder cannot be written.
+    """
+    companion = run.federation.companion
+    if companion is None:
+        raise CheckpointError("run.adapters: only language models have adapter folders; leave it empty")
+    with as_checkpoint_error(f"cannot write {folder.path / 'adapters'}"):
+        companion.write(run, folder.path / "adapters" / f"round-{run.round:04d}")
+
+
+def _ignore(record: RoundRecord) -> None:
+    del record
+
+
+def _is_best(records: list[RoundRecord]) -> bool:
+    """Whether validation is better after the last round than after all before it."""
+    *before, now = (r.validation() for r in records)
+    return now is not None and all(b is None or now > b for b in before)
+
+
+@contextlib.contextmanager
+def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> Iterator[None]:
+    """However the rounds end, leave a folder that says so and can be resumed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is not None:
+            # unless it came between a round and its record, nothing of the finished rounds need be lost
+            if records and records[-1].round == run.round:
+                folder.rewrite(r.to_json() for r in records)
+                _save_once(run, folder)
+            folder.status("stopped", run.round, "interrupted")
+        raise
+    except Exception as error:
+        if folder is not None:
+            why = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
+            # the disk may be what is at fault; the error itself matters more than the note of it
+            with contextlib.suppress(CheckpointError):
+                is_whole = records and records[-1].round == run.round
+                if is_whole and not isinstance(error, CheckpointError):
+                    _save_once(run, folder)
+                folder.status("stopped", run.round, why)
+        raise
+    if folder is not None:
+        folder.status("finished", run.round, run.stopped)

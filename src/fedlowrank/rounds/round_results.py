@@ -1,0 +1,220 @@
+"""Streams the results of a round's clients to the aggregator. Peak memory: one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from time import perf_counter, process_time
+from typing import Any
+
+from torch import Tensor
+
+from ..core import tree
+from ..core.contract.contribution import Aggregator
+from ..core.contract.method import ClientInfo
+from ..engines.engine import ClientResult
+from ..storage.client_store import ClientStore
+from ..training.trainer import Meter
+from .participation.communication import Volume
+from .participation.devices import RoundTiming
+
+BATCH = 256
+"""States that are stored together: each time, the whole index of the store is copied."""
+
+
+SMALL = 1 << 20
+"""Bytes of a tensor up to which it shares memory pages; the system gives larger ones their own."""
+
+
+def _compact(t: Tensor) -> Tensor:
+    return t.clone() if t.nbytes <= SMALL else t
+
+
+class Clock:
+    """Seconds spent by name. The time of a nested block is not counted to the outer one."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self._names: list[str] = []
+        self._since = 0.0, 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time until the end of the block to that name."""
+        self._charge()
+        self._names.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._names.pop()
+
+    def _charge(self) -> None:
+        wall, cpu = perf_counter(), process_time()
+        if self._names:
+            name = self._names[-1]
+            self.wall[name] = self.wall.get(name, 0.0) + wall - self._since[0]
+            self.cpu[name] = self.cpu.get(name, 0.0) + cpu - self._since[1]
+        self._since = wall, cpu
+
+
+Contribute = Callable[[ClientInfo, Any], Any]
+"""Maps a client's upload to what it contributes."""
+
+
+class RefusedError(Exception):
+    """A reply that the server cannot use."""
+
+
+class RoundResults:
+    """Collects client results as they come and adds their contributions. Peak memory: one upload.
+
+    Args:
+        clients: who takes part.
+        losses: replies that are lost whatever happens, by client, with the reason.
+        unlucky: clients whose reply is lost unless it is lost for another reason.
+        drop: whether a client whose training diverged is left out; otherwise its error is raised.
+        store: an empty one, for the states of clients.
+        aggregator: of their contributions.
+        timing: of the round by the simulated clock.
+        wait: keep the uploads until all have arrived, see :meth:`contribute_together`.
+
+    Attributes:
+        aggregator: of the contributions.
+        timing: of the round.
+        lost: reason for each client whose reply did not arrive or was refused.
+        meters: of all clients.
+        volume: sizes of the replies, the lost ones included.
+        arrived: clients whose replies arrived and were used.
+        not_finite: reason for each client whose reply was dropped because it diverged or holds a NaN.
+        refused: clients of which nothing is used because of what they sent.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ClientInfo],
+        losses: Mapping[str, str],
+        unlucky: Set[int],
+        drop: bool,
+        store: ClientStore,
+        aggregator: Aggregator,
+        timing: RoundTiming,
+        wait: bool = False,
+    ) -> None:
+        self._losses, self._unlucky, self._drop = losses, unlucky, drop
+        self._states, self._waiting = store, dict[int, Any]()
+        self.aggregator, self.timing = aggregator, timing
+        self._infos = {info.id: info for info in clients}
+        self._uploads: dict[int, Any] | None = {} if wait else None
+        self.volume = Volume()
+        self.lost: dict[str, str] = {}
+        self.not_finite: dict[int, str] = {}
+        self.refused: set[int] = set()
+        self.meters: list[Meter] = []
+        self._losses_of: dict[int, float] = {}
+        self.arrived: set[int] = set()
+
+    def add(self, info: ClientInfo, result: ClientResult, contribute: Contribute) -> None:
+        """Add the result of the next client.
+
+        Args:
+            info: the client.
+            result: of its work.
+            contribute: maps its upload to a contribution.
+
+        Raises:
+            NonFiniteError: if its training diverged, and that is to stop the run.
+        """
+        self.meters.append(result.meter)
+        self.volume.add(info.id, result.upload)
+        reason = self._reason_lost(info, result)
+        if reason is not None and (result.refused or info.id in self.not_finite):
+            self.refused.add(info.id)
+        if reason is None and result.upload is not None:
+            if self._uploads is not None:
+                self._uploads[info.id] = result.upload
+            else:
+                reason = self._contribute(info, result.upload, contribute)
+        if reason is not None or result.upload is None:
+            self.aggregator.skip(info.id)
+        if reason is not None:
+            self.lost[str(info.id)] = reason
+            return
+        self.arrived.add(info.id)
+        if found := result.meter.losses.values():
+            self._losses_of[info.id] = sum(found) / len(found)
+        self._waiting[info.id] = result.state
+        if len(self._waiting) >= BATCH:
+            self._store()
+
+    def _contribute(self, info: ClientInfo, upload: Any, contribute: Contribute) -> str | None:
+        """Add what an upload contributes, or give the reason why it cannot be used."""
+        try:
+            self.aggregator.add(info.id, contribute(info, upload))
+        except RefusedError as error:
+            return str(error)
+        return None
+
+    def contribute_together(
+        self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]], contribute: Contribute
+    ) -> None:
+        """Add what the uploads contribute that have waited for each other.
+
+        Args:
+            judge: gives the uploads that are used, by client.
+            contribute: maps an upload to a contribution.
+        """
+        uploads, self._uploads = self._uploads or {}, None
+        used = judge(uploads)
+        for client in uploads:
+            reason = self._contribute(self._infos[client], used[client], contribute) if client in used else ""
+            if reason is not None:
+                self.aggregator.skip(client)
+            if reason:
+                self.drop(client, reason)
+
+    def drop(self, client: int, reason: str) -> None:
+        """Lose a reply after all."""
+        self.lost[str(client)] = reason
+        self.arrived.discard(client)
+
+    def client_states(self) -> ClientStore:
+        """The next states of the clients whose replies arrived."""
+        self._store()
+        return self._states.only(self.arrived)
+
+    def _store(self) -> None:
+        # copied together: between the tensors of training, where they were made, each would keep a gap of
+        # memory open
+        compact = {client: tree.map(_compact, state) for client, state in self._waiting.items()}
+        self._states, self._waiting = self._states | compact, {}
+
+    def client_losses(self) -> dict[int, float]:
+        """Mean over its passes of the training loss of each client whose reply arrived."""
+        return {client: loss for client, loss in self._losses_of.items() if client in self.arrived}
+
+    def mean_losses(self) -> dict[str, float]:
+        """Mean over all clients of each pass's loss."""
+        names = dict.fromkeys(name for m in self.meters for name in m.losses)
+        values = {n: [m.losses[n] for m in self.meters if n in m.losses] for n in names}
+        return {n: sum(losses) / len(losses) for n, losses in values.items()}
+
+    def _reason_lost(self, info: ClientInfo, result: ClientResult) -> str | None:
+        missed = self.timing.add(info.id, self.volume.of(info.id), result.meter.flops)
+        if result.error is not None and result.lost is None and not self._drop:
+            raise result.error
+        if str(info.id) in self._losses:
+            return self._losses[str(info.id)]
+        if result.lost is not None:
+            if result.diverged:
+                self.not_finite[info.id] = result.lost
+            return result.lost
+        where = tree.not_finite(result.upload) if result.error is None else None
+        if result.error is not None or where is not None:
+            dropped = f"the reply of {info.title} holds a NaN or an infinity at {where}; it was dropped"
+            self.not_finite[info.id] = str(result.error or dropped)
+            return self.not_finite[info.id]
+        if missed is not None:
+            return missed
+        return "the reply was lost" if info.id in self._unlucky else None

@@ -1,0 +1,446 @@
+"""One run: its state, and what happens in a round. The loop over rounds is in :mod:`.round_loop`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ..core import tree
+from ..core.contract.contribution import Aggregator
+from ..core.contract.method import ClientInfo, Method, ServerView
+from ..core.contract.returned import check_server_state
+from ..core.errors import ConfigError
+from ..core.tree import Params
+from ..data.federation import Federation
+from ..engines.engine import ClientJob, Engine
+from ..engines.jobs import LazyJobs
+from ..results.backdoor import backdoor_success
+from ..results.client_metrics import OwnMetrics, choose_metrics
+from ..results.evaluation import Evaluator
+from ..results.local_model import LocalModel, local_model
+from ..results.measurements import Block
+from ..results.records import RoundRecord
+from ..storage.client_store import ClientStore, LazyMapping
+from ..storage.state import State
+from ..training.flops import forward_flops
+from ..trust.privacy.budget import Budget
+from ..trust.protection import protect, total_without_replies
+from .inspection import Inspection, aggregator_of
+from .participation.communication import Volume, lost_replies
+from .participation.devices import DeviceClock, RoundTiming
+from .participation.participants import Participants
+from .participation.unequal_sampling import check_weights, next_losses
+from .plan import Plan
+from .round_results import Clock, RoundResults
+from .run_settings import RunSettings
+from .setup.averaged_statistics import average_statistics
+from .setup.preparation import (
+    apply_attack,
+    check_classes,
+    check_parts,
+    place_data,
+    usual_examples,
+    weigh_client,
+)
+from .setup.single_examples import check_single_examples
+
+MANY = 1000
+"""Clients up to which all are evaluated; of more, half of this number."""
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A run and all it needs to go on.
+
+    Args:
+        method: what to run.
+        federation: on whom.
+        settings: the protocol.
+        engine: how the clients of a round are executed.
+        plan: of the run that goes on; None for a new run, which is planned by its rounds.
+        own_metrics: functions that are measured besides ``run.metrics``.
+
+    Attributes:
+        plan: what follows from the number of rounds with which the run began.
+        state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
+        unsaved: identifiers of clients whose state changed since it was last saved.
+        draws: who takes part in each round.
+        budget: of privacy, or None.
+        hostile: identifiers of hostile clients, in a simulation of attacks.
+        evaluated: clients that are evaluated.
+        stopped: why the run ends before its last round; empty if it does not.
+        device_clock: simulated speed and availability of the clients.
+        evaluate_every: rounds between evaluations, once the first round has told what training costs.
+
+    Raises:
+        TaskError: if the method does not fit the federation.
+    """
+
+    evaluates_late: ClassVar[bool] = False
+    """Whether a round's evaluation is known only after the next round, by :meth:`late`."""
+
+    is_deployed: ClassVar[bool] = False
+    """Whether the clients are on other machines, which must not know what noise is drawn."""
+
+    def __init__(
+        self,
+        method: Method[Any, Any, Any, Any],
+        federation: Federation,
+        settings: RunSettings,
+        engine: Engine,
+        plan: Plan | None = None,
+        own_metrics: OwnMetrics | None = None,
+    ) -> None:
+        plan = plan or Plan.of(settings.rounds)
+        self.trust = settings.trust
+        self.hostile, federation = apply_attack(federation, self.trust)
+        self.federation = place_data(federation, settings)
+        self.settings = settings
+        self.engine = engine
+        self.device_clock = DeviceClock(settings.devices, len(federation.infos), federation.key)
+        check_parts(method, self.federation, settings.micro_batch)
+        engine.micro_batch = settings.micro_batch
+        self.task = self.federation.task(settings.rounds)
+        check_classes(method, self.federation)
+        secret = self.is_deployed and settings.privacy.kind != "none"
+        self.draws = Participants(len(federation.infos), settings, federation.key, secret=secret)
+        if not self.is_deployed:
+            check_single_examples(method, self.federation, self.draws.unseen)
+        draws, self.budget = self.draws, None
+        if (privacy := self.trust.privacy).kind != "none":
+            self.budget = Budget(
+                privacy,
+                draws.sampling,
+                settings.rounds,
+                settings.participation,
+                seeded=not self.is_deployed,
+                noise=plan.noise,
+            )
+        if settings.sampling in ("size", "loss"):
+            check_weights(method, self.task, settings.sampling)
+        method = average_statistics(method, self.task, settings)
+        count = round(draws.expected)
+        chosen = engine.settle(method, self.federation, count, plan.engine)
+        self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, chosen)
+        self.method = protect(
+            method, self.task, self.trust, self.budget, expected=draws.expected, deployed=self.is_deployed
+        )
+        self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
+        if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):
+            raise ConfigError(
+                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and "
+                f"{count} clients are drawn; raise run.participation or lower robust.hostile"
+            )
+        form = self.federation.clients[0].train
+        metrics = choose_metrics(settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
+        self.evaluator = Evaluator(self.method, self.federation, self.task, engine, metrics)
+        self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
+        self.unsaved: set[int] = set()
+        self._warned: set[int] = set()
+        self.stopped = ""
+        self._usual: tuple[Federation, int] | None = None
+        self._weights: tuple[Federation, dict[int, int]] | None = None
+        self.evaluated = self._evaluated_clients()
+        self.evaluate_every = settings.evaluate_every or 1
+        # every client's state can be made: a method that does not fit says so now, not in round 7
+        for info in federation.infos:
+            self.method.client_init(self.task, info)
+
+    @property
+    def round(self) -> int:
+        """Rounds completed."""
+        return self.state.round
+
+    def restore(self, state: State) -> None:
+        """Go on from a saved state."""
+
+        def move(value: Any) -> Any:
+            return tree.map(lambda t: t.to(self.settings.device), value)
+
+        moved = LazyMapping(state.clients, lambda i: move(state.clients[i]))
+        clients = self.new_store() | (state.clients if self.settings.device == "cpu" else moved)
+        self.state = State(state.round, move(state.server), clients, dict(state.losses))
+
+    def new_store(self) -> ClientStore:
+        """An empty one, as the settings want it."""
+        limit = self.settings.client_memory
+        return ClientStore(None if limit is None else limit << 20, self.settings.device)
+
+    def state_of(self, info: ClientInfo) -> Any:
+        """State of a client, a fresh one if it never took part."""
+        if info.id in self.state.clients:
+            return self.state.clients[info.id]
+        return self.engine.boundary(self.method.client_init(self.task, info))
+
+    def personal(self, info: ClientInfo) -> Params:
+        """Parameters of the whole model that a client would use now, with its batch statistics."""
+        return self.local_model(info).personal()
+
+    def local_model(self, info: ClientInfo) -> LocalModel:
+        """How a client would infer now, and what its models are made of."""
+        t = max(self.round - 1, 0)
+        server, state = self.state.server, self.state_of(info)
+        return local_model(
+            self.method, self.federation, self.task, self.engine, state, info, t, server=server
+        )
+
+    def participants(self, round: int) -> list[ClientInfo]:
+        """Who trains in a round, by a draw that is the same for every method."""
+        infos = self.federation.infos
+        drawn = self.draws.draw(round, [i.examples for i in infos], self.state.losses)
+        chosen = self.method.participants(drawn, self.draws.seen)
+        return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen, round))]
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Clients that are in no mean of results: those that never train, and hostile ones."""
+        return self.draws.unseen | frozenset(self.hostile)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no round remains: all are done, the run was stopped, or the privacy budget is spent."""
+        return bool(self.stopped) or self.round >= self.settings.rounds or self._is_spent
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether the privacy budget allows no further round."""
+        return self.budget is not None and not self.budget.allowed(self.draws.seen, self.round)
+
+    def stop_by_budget(self) -> None:
+        """Say why the run ends where the privacy budget ends it before its last round."""
+        if self.budget is not None and not self.stopped and self.round < self.settings.rounds:
+            self.stopped = self.budget.reason()
+
+    def clients(self) -> list[dict[str, Any]]:
+        """One row a client, as in ``clients.json``."""
+        rows = zip(self.federation.describe(), self.federation.infos, strict=True)
+        hostile = [{"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos]
+        return [
+            {**row, "cluster": i.cluster, "unseen": i.id in self.draws.unseen, **more}
+            for (row, i), more in zip(rows, hostile, strict=True)
+        ]
+
+    def step(self, losses: Mapping[str, str] | None = None) -> RoundRecord:
+        """One round. The run changes only if it succeeds as a whole.
+
+        Args:
+            losses: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
+                over a run again that lost replies.
+        """
+        t, clock = self.round, Clock()
+        with clock("server"):
+            infos = self.participants(t)
+            if self.budget is not None:
+                self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
+            sent = Volume()
+
+            def job(info: ClientInfo) -> ClientJob:
+                down = self.method.download(self.state.server, info)
+                sent.add(info.id, down)
+                return ClientJob(self.state_of(info), down, info)
+
+            unlucky = lost_replies(
+                [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
+            )
+            found = RoundResults(
+                infos,
+                losses or {},
+                unlucky,
+                self.settings.on_nan == "drop",
+                self.state.clients.empty(),
+                self.aggregator(infos, t),
+                RoundTiming(self.device_clock, t, sent),
+                wait=self.inspection is not None,
+            )
+            results = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
+            with contextlib.closing(results) as clients:
+                for info in infos:
+                    with clock("train"):
+                        result = next(clients)
+                    found.add(info, result, self.contribute)
+                with clock("train"):
+                    # what an engine does after the last client
+                    next(clients, None)
+            observed = {}
+            if self.inspection is not None:
+                key = self.federation.key / "attack" / t
+                observed = self.inspection.settle(found, self.contribute, self.state.server, key)
+            server = self._server_step(found, t)
+        self._warn_of_dropped(found)
+        self.unsaved |= found.arrived
+        # a client commits when its reply has been acknowledged: dual methods break otherwise
+        last = self.state.losses
+        if self.settings.sampling == "loss":
+            last = next_losses(last, found.client_losses(), [i.id for i in infos])
+        self.state = State(t + 1, server, self.state.clients | found.client_states(), last)
+        down, up, meters, lost = sent.total, found.volume.total, found.meters, found.lost
+        record = RoundRecord(
+            round=self.round,
+            participants=[i.id for i in infos],
+            lost=lost,
+            bytes_down=down.bytes,
+            bytes_up=up.bytes,
+            parameters_down=down.parameters,
+            parameters_up=up.parameters,
+            steps=sum(m.steps for m in meters),
+            flops=sum(m.flops for m in meters),
+            loss=found.mean_losses(),
+            observed=observed,
+            simulated_seconds=found.timing.seconds,
+        )
+        if t == 0:
+            self.plan_evaluations(record.flops)
+        return self._evaluated(record, clock)
+
+    def _warn_of_dropped(self, found: RoundResults) -> None:
+        """Name once each client whose reply is left out because it is not finite."""
+        new = {client: why for client, why in found.not_finite.items() if client not in self._warned}
+        self._warned |= new.keys()
+        for client, why in new.items():
+            count = self.federation.infos[client].examples
+            examples = f"{count} training example{'' if count == 1 else 's'}"
+            logger.warning("client %d (%s) is left out: %s", client, examples, why)
+
+    def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
+        """What reduces the contributions of a round."""
+        return aggregator_of(self.settings, infos, self.federation, round)
+
+    def contribute(self, info: ClientInfo, upload: Any) -> Any:
+        """What an upload contributes to the round.
+
+        Raises:
+            RefusedError: if the server cannot use it; the round goes on without it.
+        """
+        return self.method.contribution(upload, self.weigh_client(info), self.state.server)
+
+    def weigh_client(self, info: ClientInfo) -> ClientInfo:
+        """A client with the number of examples by which it counts under the rule and the sampling of the run."""
+        if self.settings.sampling == "loss":
+            return dataclasses.replace(info, examples=1)
+        if self.settings.sampling == "size":
+            if self._weights is None or self._weights[0] is not self.federation:
+                sizes = [i.examples for i in self.federation.infos]
+                self._weights = self.federation, self.draws.weights(sizes)
+            return dataclasses.replace(info, examples=self._weights[1].get(info.id, info.examples))
+        robust = self.trust.robust
+        if robust.rule == "mean":
+            return info
+        if self._usual is None or self._usual[0] is not self.federation:
+            self._usual = self.federation, usual_examples(self.federation.infos)
+        return weigh_client(info, robust, self._usual[1])
+
+    def _server_step(self, found: RoundResults, t: int) -> Any:
+        total = found.aggregator.finish()
+        if reason := found.aggregator.reason:
+            # nothing of the round counts, so no client keeps a state of it
+            logger.warning("round %d gives nothing: %s", t + 1, reason)
+            for client in sorted(found.arrived):
+                found.drop(client, reason)
+        if total is None:
+            total = total_without_replies(self.method)
+        if total is None:
+            return self.state.server
+        replied = [self.weigh_client(self.federation.infos[i]) for i in found.aggregator.contributed]
+        return self.server_update(
+            total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found
+        )
+
+    def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
+        """The server's next state, given the total of the contributions."""
+        del found
+        before = self.state.server
+        found = self.method.server_update(before, total, view)
+        return self.engine.boundary(check_server_state(self.method, before, found))
+
+    def is_due(self) -> bool:
+        """Whether the models are evaluated now."""
+        return self.round % self.evaluate_every == 0 or self.round in (0, 1) or self.is_over
+
+    def plan_evaluations(self, flops: int) -> None:
+        """Choose the rounds between evaluations, unless the settings say them.
+
+        Args:
+            flops: floating-point operations of the training of the first round.
+        """
+        if self.settings.evaluate_every is not None:
+            return
+        most = self.plan.interval
+        models = self.federation.architectures
+        cost = {name: forward_flops(model) if most > 1 else 0 for name, model in models.items()}
+        work = sum(
+            cost[info.architecture] * (len(data.val) + len(data.test))
+            for info in self.evaluated
+            for data in [self.federation.clients[info.id]]
+        )
+        self.evaluate_every = min(most, max(1, -(-4 * work // max(flops, 1))))
+        if self.evaluate_every > 1:
+            logger.info(
+                "evaluates every %d rounds: each time takes %.2f times the operations of a round's training",
+                self.evaluate_every,
+                work / max(flops, 1),
+            )
+
+    def _evaluated_clients(self) -> list[ClientInfo]:
+        """All clients, or a random subset of them."""
+        infos = self.federation.infos
+        count = self.settings.evaluate_clients
+        if count is None:
+            count = len(infos) if len(infos) <= MANY else MANY // 2
+        order = (self.federation.key / "evaluated").numpy().permutation(len(infos))[:count]
+        return [infos[i] for i in sorted(order.tolist())]
+
+    def start(self) -> RoundRecord:
+        """The record of round 0: the models before any training."""
+        return self._evaluated(RoundRecord(round=0), Clock())
+
+    def evaluate_last(self, record: RoundRecord) -> RoundRecord:
+        """The record of a round that turned out to be the last one, evaluated."""
+        found = self._evaluated(record, clock := Clock())
+        seconds, cpu = {**record.seconds, **clock.wall}, {**record.cpu_seconds, **clock.cpu}
+        return dataclasses.replace(found, seconds=seconds, cpu_seconds=cpu)
+
+    def evaluation(self) -> Block | None:
+        """What the models are worth now; None where it is only known later, see :meth:`late`."""
+        t = max(self.round - 1, 0)
+        return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated)
+
+    def late(self) -> Block | None:
+        """The evaluation of the last round but one, if :meth:`evaluation` did not know it; else None."""
+        return None
+
+    def finish(self) -> None:
+        """What is to be done after the last round, such as telling the clients."""
+
+    def _with_backdoor(self, record: RoundRecord) -> RoundRecord:
+        if self.trust.attack.kind != "backdoor":
+            return record
+        honest = [i for i in self.evaluated if i.id not in self.hostile]
+        rate = backdoor_success(self.federation, honest, self.trust.attack, self.local_model)
+        if rate is None:
+            return record
+        return dataclasses.replace(record, observed={**record.observed, "backdoor": {"success": rate}})
+
+    def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
+        if self.apart and self.is_due():
+            record = dataclasses.replace(record, apart=sorted(self.apart))
+        found = None
+        if self.is_due():
+            with clock("evaluate"):
+                found = self.evaluation()
+                record = self._with_backdoor(record)
+        metrics = {**record.observed, **self.method.metrics(self.state.server)}
+        # by privacy loss distributions, ε takes as long as a round of a small model
+        if self.budget is not None and (found is not None or self.trust.privacy.accountant == "rdp"):
+            metrics["privacy"] = self.budget.describe()
+        return dataclasses.replace(
+            record,
+            measured=found,
+            ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
+            observed=metrics,
+            seconds=clock.wall,
+            cpu_seconds=clock.cpu,
+        )

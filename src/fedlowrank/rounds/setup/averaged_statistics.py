@@ -1,0 +1,148 @@
+"""Batch normalization's running statistics averaged by the server, as frameworks that average ``state_dict`` do.
+
+    server, each round t:   send the model and the statistics s^t                                  download
+    client k:               begin with s^t; every step moves s_k by the layer's momentum, as in
+                            PyTorch; send them with the model                                      local_update
+    server:                 s^{t+1} = Σ_k n_k s_k / Σ_k n_k                                        server_update
+    inference:              by s^t, at every client
+
+:class:`AveragedStatistics` is itself a method and wraps another one, so that engines, the network and checkpoints
+treat statistics like any other value, and bytes are those that are sent. A variance is averaged as it is, and so
+loses the variance between the clients' means: that is what is usually done, and why it is not the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...core.contract.client_model import ClientModel
+from ...core.contract.contribution import Mean
+from ...core.contract.method import ClientInfo, ClientView, ServerView, Task
+from ...core.contract.model import Model
+from ...core.contract.returned import check_pair
+from ...core.contract.update import Update
+from ...core.contract.wrapper import MethodWrapper
+from ...core.errors import ConfigError, TaskError
+from ...core.tree import Params, tree
+from ...engines.engine import AnyMethod
+from ..run_settings import RunSettings
+
+
+@tree
+class WithStatistics:
+    """A value of the method, with running statistics by name.
+
+    Attributes:
+        inner: the method's state, download, upload or reference.
+        statistics: of the model's batch normalizations, in float64; None where they are no update.
+    """
+
+    inner: Any
+    statistics: Params | None
+
+
+@dataclass(frozen=True)
+class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, WithStatistics]):
+    """A method whose model's running statistics travel with it; made by :func:`average_statistics`.
+
+    Attributes:
+        inner: the method.
+    """
+
+    title = "Averaged statistics"
+    """Of the class alone; an object has that of the method."""
+
+    def metrics(self, server: WithStatistics) -> dict[str, dict[str, float]]:
+        """See the base class."""
+        return self.inner.metrics(server.inner)
+
+    def server_init(self, task: Task) -> WithStatistics:
+        """The method's, and the statistics of the module."""
+        return WithStatistics(self.inner.server_init(task), _read(task.common_model(self.title)))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Any:
+        """The method's."""
+        return self.inner.client_init(task, client)
+
+    def download(self, server: WithStatistics, client: ClientInfo) -> WithStatistics:
+        """The method's, and the statistics."""
+        return WithStatistics(self.inner.download(server.inner, client), server.statistics)
+
+    def local_update(self, state: Any, down: WithStatistics, view: ClientView) -> tuple[Any, WithStatistics]:
+        """The method's, from the statistics that were sent; they are sent back as training leaves them."""
+        before = _read(view.model)
+        view.model.set_buffers(down.statistics or {})
+        state, upload = check_pair(self.inner, self.inner.local_update(state, down.inner, view))
+        found = _read(view.model)
+        # a client keeps none
+        view.model.set_buffers(before)
+        return state, WithStatistics(upload, found)
+
+    def update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
+        """The method's; statistics are no update, so that they are neither clipped nor compressed."""
+        found = self.inner.update(down.inner, client, task)
+        form = None if found.form is None else WithStatistics(found.form, down.statistics)
+        return Update(WithStatistics(found.reference, None), found.scale, form)
+
+    def contribution(self, upload: WithStatistics, client: ClientInfo, server: WithStatistics) -> Any:
+        """The method's, and the statistics in a mean weighted by n_k."""
+        found = {
+            # of what a client sends, a variance may be anything
+            n: t.clamp(min=0) if n.endswith("running_var") else t
+            for n, t in (upload.statistics or {}).items()
+        }
+        method = self.inner.contribution(upload.inner, client, server.inner)
+        return {"method": method, "statistics": Mean(found, client.examples)}
+
+    def server_update(self, server: WithStatistics, total: Any, view: ServerView) -> WithStatistics:
+        """The method's, and the mean of the statistics."""
+        made = self.inner.server_update(server.inner, total["method"], view)
+        found = total["statistics"]
+        return WithStatistics(made, server.statistics if found is None else found)
+
+    def client_model(self, state: Any, down: WithStatistics, view: ClientView) -> ClientModel:
+        """The method's, with the statistics that were sent."""
+        view.model.set_buffers(down.statistics or {})
+        return self.inner.client_model(state, down.inner, view)
+
+
+def average_statistics(method: AnyMethod, task: Task, settings: RunSettings) -> AnyMethod:
+    """The method with averaged running statistics where the settings ask for them; else itself.
+
+    Args:
+        method: of the run.
+        task: on models whose statistics run, see :func:`fedlowrank.rounds.setup.preparation.place_data`.
+        settings: of the run.
+
+    Raises:
+        TaskError: if the method's clients use more than one model or another one than they are sent, or there
+            are no running statistics.
+        ConfigError: if the run is to be private.
+    """
+    if settings.statistics == "local":
+        return method
+    entry = "run.statistics = 'averaged'"
+    if settings.privacy.kind != "none" or settings.secure.on:
+        raise ConfigError(
+            f"{entry}: statistics are means of data, which neither noise nor secure sums would hide. Leave out "
+            "run.privacy and run.secure, or set run.statistics = 'local', by which none travel."
+        )
+    if not method.one_model:
+        raise TaskError(
+            f"{entry}: at a client, {method.title} uses another model than the one it is sent, or several, and "
+            "one set of statistics cannot belong to all of them. FedAvg, FedProx, FedNova, SCAFFOLD, FedDyn, FedAvgM "
+            "and the FedOpt methods can average statistics; for others set run.statistics = 'local'."
+        )
+    if not _read(task.common_model(method.title)):
+        raise TaskError(
+            f"{entry}: the model has no batch normalization with running statistics; leave the setting out"
+        )
+    return AveragedStatistics(inner=method)
+
+
+def _read(model: Model) -> Params:
+    """The running statistics of a model as they are now, in float64: a counter is averaged, too."""
+    return {n: t.to(torch.float64, copy=True) for n, t in model.running_statistics.items()}

@@ -1,0 +1,116 @@
+"""A federation as a run uses it: with its hostile clients, on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from statistics import median_low
+from typing import Any
+
+from ...core.contract.method import ClientInfo, Method
+from ...core.errors import ConfigError, DataError, TaskError
+from ...data.federation import Federation
+from ...models.coupling import why_not_in_parts
+from ...trust.attacks import claimed_examples, hostile_clients, poison
+from ...trust.trust_settings import Robust, Trust
+from ..logs.progress import tell
+from ..run_settings import RunSettings
+
+MOST_EXAMPLES = 10
+"""A client counts by at most so many times the median number of examples, where a rule weighs by examples."""
+
+
+def place_data(
+    federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell
+) -> Federation:
+    """A federation on the device of a run, its images and models in the form that the settings ask for.
+
+    Args:
+        federation: of the run.
+        settings: of the run.
+        say: tells a person why images stay float32 though bytes were asked for.
+    """
+    if settings.statistics == "averaged":
+        models = {n: a.with_running_statistics() for n, a in federation.architectures.items()}
+        federation = dataclasses.replace(federation, architectures=models)
+    if settings.pixels == "float32" or (settings.pixels == "auto" and settings.device == "cpu"):
+        made = federation.unpack_images() if settings.pixels == "float32" else federation
+        return made.to(settings.device)
+    try:
+        # before they are moved, so that it is bytes that move
+        federation = federation.pack_images()
+    except DataError as error:
+        # a server of clients elsewhere holds none
+        if settings.pixels == "bytes" and any(len(c.train) for c in federation.clients):
+            say(f"run.pixels = 'bytes', but the inputs stay float32: {error}")
+    return federation.to(settings.device)
+
+
+def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
+    """The hostile clients, and the federation with what they change of their data and sizes."""
+    attack, infos = trust.attack, list(federation.infos)
+    hostile: frozenset[int] = frozenset()
+    clients = list(federation.clients)
+    if attack.kind != "none":
+        hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
+        for i in hostile:
+            clients[i] = poison(clients[i], attack, len(federation.classes), federation.key / "poison" / i)
+            infos[i] = dataclasses.replace(infos[i], examples=claimed_examples(infos[i].examples, attack))
+    if attack.kind == "none":
+        return hostile, federation
+    return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
+
+
+def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) -> None:
+    """Raise TaskError if a method needs one class label for each example, and the data have none."""
+    if not method.needs_classes:
+        return
+    if not federation.classes:
+        raise TaskError(
+            f"{method.title} works on classes and cannot learn a task without them; choose another method"
+        )
+    if federation.clients[0].train.is_dense:
+        raise TaskError(
+            f"{method.title} works on one class for each example, and these data have labels of pixels or tokens; "
+            "choose another method"
+        )
+    for i, client in enumerate(federation.clients if federation.loss.kind != "auto" else ()):
+        if (client.train.y == federation.loss.ignore_index).any():
+            raise TaskError(
+                f"{method.title} works on the class of each example, and client {i} has examples with the label "
+                f"{federation.loss.ignore_index}, which loss.ignore_index leaves out. Drop these examples, or choose "
+                "another method"
+            )
+
+
+def check_parts(method: Method[Any, Any, Any, Any], federation: Federation, micro_batch: int | None) -> None:
+    """Raise ConfigError if batches are taken in parts, and a loss or a model does not treat examples by themselves."""
+    if micro_batch is not None and method.couples_examples:
+        raise ConfigError(
+            f"run.micro_batch = {micro_batch} takes a batch in parts, but the loss of {method.title} is no mean over "
+            "the examples of a batch. Remove run.micro_batch; a smaller batch_size saves memory, too."
+        )
+    for name, model in federation.architectures.items() if micro_batch is not None else ():
+        if why := why_not_in_parts(model):
+            raise ConfigError(
+                f"run.micro_batch = {micro_batch} takes a batch in parts, and their gradients add up to that "
+                f"of the batch only where every example is treated by itself. In model {name!r}, {why}. Remove "
+                "run.micro_batch; a smaller batch_size saves memory, too."
+            )
+
+
+def usual_examples(clients: Sequence[ClientInfo]) -> int:
+    """The lower median of the clients' numbers of examples, at least 1."""
+    return max(1, median_low(client.examples for client in clients))
+
+
+def weigh_client(client: ClientInfo, robust: Robust, usual: int) -> ClientInfo:
+    """A client with the number of examples by which it counts under a rule.
+
+    Args:
+        client: as it describes itself.
+        robust: the rule.
+        usual: the median number of examples.
+    """
+    most = usual if robust.weights == "equal" else min(client.examples, MOST_EXAMPLES * usual)
+    return dataclasses.replace(client, examples=most)

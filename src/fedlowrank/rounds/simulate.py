@@ -1,0 +1,325 @@
+"""Run a method on a federation from Python."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ..core.arguments.field_checks import ALIASES, check_arguments, find_argument, list_arguments
+from ..core.contract.method import Method
+from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
+from ..core.learning.losses import AUTO, Loss
+from ..data.federation import Federation
+from ..engines import ENGINES
+from ..methods import METHODS
+from ..models.architecture import Architecture
+from ..models.fingerprint import describe_callable, describe_named
+from ..results.client_metrics import split_metrics
+from ..storage.run_files import read_config
+from ..storage.run_folder import RunFolder
+from .callbacks import RoundCallback, as_callbacks, refuse_without_validation, settings_callbacks
+from .config_changes import check_changes
+from .logs.loggers import check_loggers
+from .outcome.result import Result
+from .plan import Plan
+from .restore import restore_run
+from .round_loop import rounds
+from .run import Run
+from .run_settings import RunSettings
+from .stored_settings import unwrap
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_TABLE = re.compile(rf"\brun\.(?=(?:{'|'.join(f.name for f in dataclasses.fields(RunSettings))})\b)")
+"""How messages call the table of an experiment file whose fields :func:`simulate` takes as arguments."""
+
+
+def _name_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Name, in errors of a function, its arguments instead of fields of ``[run]``: ``rounds``, not ``run.rounds``."""
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except FedlowrankError as error:
+            error.drop_prefix(_TABLE)
+            raise
+
+    return named
+
+
+@_name_arguments
+@check_arguments
+def simulate(
+    method: Method[Any, Any, Any, Any] | str,
+    federation: Federation,
+    *,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+    on_round: RoundCallback | Sequence[RoundCallback] | None = None,
+    config: Mapping[str, Any] | None = None,
+    loss: Any = None,
+    **settings: Any,
+) -> Result:
+    """Run a method on a federation.
+
+    Args:
+        method: a method, or the name of one with its default settings.
+        federation: the clients; its seed is the run's.
+        folder: where to leave the run's record and checkpoints; None leaves nothing.
+        resume: go on from the last checkpoint in ``folder``.
+        force: move an existing folder aside.
+        progress: show a progress bar; where there is no terminal, a line now and then.
+        on_round: a callback or several. Each is called with the record of every new round, the one before
+            training included; if it returns True, the run ends after this round. See
+            :class:`.callbacks.EarlyStopping` and :class:`.callbacks.Callback`.
+        config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name``
+            and ``title`` tells apart runs of one method with other settings.
+        loss: what is minimized and reported instead of the federation's own loss; see
+            :meth:`fedlowrank.Federation.from_arrays`.
+        **settings: fields of :class:`fedlowrank.rounds.run_settings.RunSettings`:
+            ``rounds=50, participation=0.1, ...``. ``metrics`` takes functions, too:
+            ``metric(scores, targets)`` gets NumPy arrays of one client and returns a number.
+
+    Returns:
+        The last state and the records of all rounds.
+
+    Raises:
+        FedlowrankError: if something does not fit or the training diverges; a run folder stays resumable.
+
+    Example:
+        >>> import torch
+        >>> from fedlowrank import Federation, simulate
+        >>> clients = [(torch.randn(40, 8), torch.randint(0, 2, (40,))) for _ in range(3)]
+        >>> federation = Federation.from_arrays(clients, torch.nn.Linear(8, 2))
+        >>> result = simulate("fedavg", federation, rounds=2)
+        >>> len(result.accuracy())
+        3
+    """
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
+        method = METHODS[method]()
+    _check_types(method, federation)
+    if loss is not None:
+        federation = federation.with_loss(loss)
+    names, own_metrics = split_metrics(settings.get("metrics", ()))
+    chosen = _settings({**settings, "metrics": names}, federation, method)
+    if chosen.engine not in ENGINES:
+        raise ConfigError(
+            f"run.engine {chosen.engine!r} needs an experiment file, for its clients are other processes: write it "
+            "into the table [run] of the file, and use `fedlowrank run FILE.toml`"
+        )
+    callbacks = [*settings_callbacks(chosen), *as_callbacks(on_round)]
+    refuse_without_validation(callbacks, federation)
+    if chosen.keep_best:
+        _check_keep_best(federation, folder)
+    check_loggers(chosen.log, None if folder is None else Path(folder))
+    with threads(chosen.threads):
+        plan = Plan.read(Path(folder)) if resume and folder is not None else None
+        run = Run(method, federation, chosen, ENGINES[chosen.engine](), plan, own_metrics)
+        if folder is None:
+            if resume:
+                raise CheckpointError("to resume a run, name its folder")
+            return Result(run, rounds(run, None, [], progress, callbacks))
+        with RunFolder(Path(folder), run_description(run, config or {}), run.clients()) as target:
+            if resume:
+                records = restore_run(run, target)
+                if target.is_finished():
+                    return Result(run, records)
+            else:
+                target.create(force)
+                records = []
+            return Result(run, rounds(run, target, records, progress, callbacks))
+
+
+def _check_keep_best(federation: Federation, folder: str | Path | None) -> None:
+    """Refuse to keep the best state where there is nothing to choose it by, or no place for it."""
+    if folder is None:
+        raise ConfigError(
+            "run.keep_best keeps a state in the run's folder: pass folder=..., or leave run.keep_best out"
+        )
+    if not any(len(client.val) for client in federation.clients):
+        raise ConfigError(
+            "run.keep_best chooses the state by validation examples, and no client has any: set split.val in the "
+            "experiment file, or val= of Federation.from_arrays, such as 0.1, or leave run.keep_best out"
+        )
+
+
+def _check_types(method: Any, federation: Any) -> None:
+    """Say what to pass instead of a method's class, or of data that are no federation yet."""
+    if isinstance(method, type):
+        raise ConfigError(f"simulate needs a method, made by {method.__name__}(...) and not the class itself")
+    if not isinstance(method, Method):
+        raise ConfigError(f"simulate needs a method or the name of one, not a {type(method).__name__}")
+    if not isinstance(federation, Federation):
+        raise ConfigError(
+            "simulate needs a federation, such as Federation.from_arrays makes, not a "
+            f"{type(federation).__name__}"
+        )
+
+
+def reopen(
+    method: Method[Any, Any, Any, Any],
+    federation: Federation,
+    folder: Path,
+    settings: RunSettings,
+    config: Mapping[str, Any],
+    which: str = "checkpoint",
+) -> Run:
+    """A run as a checkpoint of its folder has it, to look at or export; nothing is trained or written.
+
+    Args:
+        method: of the run.
+        federation: of the run.
+        folder: of the run.
+        settings: of the run.
+        config: see :func:`simulate`.
+        which: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with
+            ``keep_best``.
+
+    Raises:
+        CheckpointError: if the configuration or the data are not those of the folder.
+    """
+    run = Run(method, federation, settings, ENGINES[settings.engine](), Plan.read(folder))
+    stored = RunFolder(folder, run_description(run, config), run.clients())
+    check_changes(folder, read_config(folder), stored.config, run.method)
+    run.restore(stored.load(run.new_store(), which))
+    return run
+
+
+def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
+    found = {**describe_run(run.method, run.federation, run.settings), **config}
+    found["method"] |= found.pop("variant", {})
+    return {**found, "plan": dataclasses.asdict(run.plan)}
+
+
+def describe_run(
+    method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings
+) -> dict[str, Any]:
+    """Everything that a run's result depends on, as JSON for ``run.json``."""
+    names = {type_: name for name, type_ in METHODS.items()}
+    method = unwrap(method)
+    cls = type(method)
+    code = describe_named({f"{cls.__module__}:{cls.__qualname__}": cls})
+    return {
+        "name": federation.name,
+        "method": {
+            "name": names.get(cls, f"{cls.__module__}:{cls.__qualname__}"),
+            "title": method.title,
+            "citation": method.citation,
+            "fields": dataclasses.asdict(method),
+        },
+        "run": dataclasses.asdict(settings),
+        "models": {n: _describe_model(a, federation) for n, a in federation.architectures.items()},
+        "classes": list(federation.classes),
+        "notes": list(federation.notes),
+        "fingerprint": federation.fingerprint(),
+        "vary": {},
+        "reference": None,
+        # all left out where they do nothing, as in the runs that were made before they existed
+        **({"code": code} if code else {}),
+        **({"base": federation.companion.describe()} if federation.companion is not None else {}),
+        **({"remarks": said} if (said := _remarks(method, federation, settings)) else {}),
+        **({"loss": _describe_loss(federation.loss)} if federation.loss != AUTO else {}),
+        **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
+    }
+
+
+def _describe_loss(loss: Loss) -> dict[str, Any]:
+    """The loss with its options; one of the user's own with a digest of its code."""
+    code = {"code": describe_callable(loss.function)} if loss.is_own else {}
+    return {**loss.describe(), **code}
+
+
+def _remarks(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> list[str]:
+    """What a user should know of how data, models and method fit together."""
+    return [*(federation.remarks or ()), *method.remarks(federation.task(settings.rounds))]
+
+
+def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:
+    """What a model is: its layers, and a digest of the tensors that belong to its code."""
+    # the base of a language model has a digest of its own
+    frozen = "" if federation.companion is not None else architecture.digest_frozen()
+    return {
+        "parameters": architecture.parameters,
+        "head": architecture.head_name,
+        "frozen": frozen,
+        "layers": architecture.layers,
+    }
+
+
+def _settings(
+    given: dict[str, Any], federation: Federation, method: Method[Any, Any, Any, Any]
+) -> RunSettings:
+    known = [f.name for f in dataclasses.fields(RunSettings)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(_explain_unknown(name, given[name], method))
+    chosen = RunSettings(**{"seed": federation.seed, **given})
+    if chosen.seed != federation.seed:
+        raise ConfigError(
+            f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}"
+        )
+    return chosen
+
+
+def _explain_unknown(name: str, value: Any, method: Method[Any, Any, Any, Any]) -> str:
+    """The message about an argument that :func:`simulate` does not have, and where it belongs."""
+    what = f"simulate has no argument {name!r}"
+    own = [n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")]
+    known = [*own, *(f.name for f in dataclasses.fields(RunSettings))]
+    if found := _find_place(name, value, method):
+        return f"{what}. {found}"
+    if others := [cls.title for cls in METHODS.values() if name in list_arguments(cls)]:
+        return f"{what}, and {method.title} has none. Methods that have it: {', '.join(others)}"
+    elsewhere = [*list_arguments(RunSettings), *list_arguments(type(method)), *_DATA]
+    for names in (known, elsewhere):
+        parts = [one for one in names if name.endswith(f"_{one}") or one.startswith(f"{name}_")]
+        if near := parts or difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+            return f"{what}. Did you mean {near[0]!r}? {_find_place(near[0], value, method)}".rstrip()
+    return f"{what}. Known: {', '.join(map(repr, sorted(known)))}."
+
+
+_DATA = [n for n in inspect.signature(Federation.from_arrays).parameters if n != "self"]
+
+
+def _find_place(name: str, value: Any, method: Method[Any, Any, Any, Any]) -> str:
+    """Where an argument belongs that is none of :func:`simulate`: settings, the method or the data; or nothing."""
+    cls = type(method)
+    if name in {f.name for f in dataclasses.fields(RunSettings)}:
+        return ""
+    if found := find_argument(cls, name, value, method):
+        field = found.partition("=")[0]
+        owner = "the method" if field in (name, ALIASES.get(name)) else f"the {field} of the method"
+        return f"It belongs to {owner}: simulate({cls.__name__}({found}), ...)."
+    if found := find_argument(RunSettings, name, value):
+        return f"Write {found}."
+    if name in _DATA:
+        return f"It belongs to the data: Federation.from_arrays(..., {name}=...)."
+    return ""
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch threads of this process, put back afterwards; more than one makes small models slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

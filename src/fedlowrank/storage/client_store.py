@@ -1,0 +1,194 @@
+"""Client-state store: above a limit of memory, the least recent states go to disk and load lazily."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core import tree
+from ..core.errors import CheckpointError
+from ..core.io.atomic_files import as_checkpoint_error
+
+_BATCH = 256
+"""States added between two checks of the memory limit."""
+
+
+class _OnDisk:
+    """A state on disk; its file is removed with the last reference to this object."""
+
+    def __init__(self, path: Path, folder: _Folder) -> None:
+        self.path, self._folder = path, folder
+        weakref.finalize(self, _remove, path, os.getpid())
+
+
+class _Folder:
+    """A temporary folder, removed with the last store that uses it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="fedlowrank-"))
+        weakref.finalize(self, _remove, self.path, os.getpid())
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """A state in memory and its bytes."""
+
+    value: Any
+    bytes: int
+
+
+class LazyMapping(Mapping[int, Any]):
+    """States that are loaded when they are accessed.
+
+    Args:
+        clients: identifiers.
+        of: loads the state of a client.
+    """
+
+    def __init__(self, clients: Iterable[int], of: Callable[[int], Any]) -> None:
+        self._clients, self._of = dict.fromkeys(clients), of
+
+    def __getitem__(self, client: int) -> Any:
+        """The state of a client."""
+        return self._of(client)
+
+    def __contains__(self, client: object) -> bool:
+        """Whether it is one of the clients, whatever else could be loaded."""
+        return client in self._clients
+
+    def __iter__(self) -> Iterator[int]:
+        """Clients."""
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._clients)
+
+
+class ClientStore(Mapping[int, Any]):
+    """An immutable mapping from clients to states; ``store | {client: state}`` is a new one.
+
+    Args:
+        limit: bytes of states in memory, or None for any number.
+        device: of the tensors that are loaded from disk.
+    """
+
+    def __init__(self, limit: int | None = None, device: str = "cpu") -> None:
+        self._limit, self._device = limit, device
+        self._places: dict[int, _InMemory | _OnDisk] = {}
+        self._store: _Folder | None = None
+        self._names = itertools.count()
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of the states in memory."""
+        return sum(p.bytes for p in self._places.values() if isinstance(p, _InMemory))
+
+    def __getitem__(self, client: int) -> Any:
+        """The state of a client.
+
+        Raises:
+            KeyError: if there is none.
+            CheckpointError: if its file is missing or damaged.
+        """
+        place = self._places[client]
+        if isinstance(place, _InMemory):
+            return place.value
+        try:
+            with as_checkpoint_error(f"cannot read the state of client {client} at {place.path}"):
+                found = tree.decode(place.path.read_bytes())
+        except tree.TreeError as error:
+            raise CheckpointError(
+                f"the state of client {client} at {place.path} is damaged: {error}"
+            ) from error
+        return tree.map(lambda t: t.to(self._device), found)
+
+    def __iter__(self) -> Iterator[int]:
+        """Clients, in the order in which their states last changed."""
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        """How many clients have a state."""
+        return len(self._places)
+
+    def __contains__(self, client: object) -> bool:
+        """Whether a client has a state; loads none."""
+        return client in self._places
+
+    def empty(self) -> ClientStore:
+        """An empty store that uses the same folder."""
+        made = ClientStore(self._limit, self._device)
+        made._store, made._names = self._store, self._names
+        return made
+
+    def only(self, clients: Set[int]) -> ClientStore:
+        """The store with the states of these clients alone."""
+        made = self.empty()
+        made._places = {c: p for c, p in self._places.items() if c in clients}
+        return made
+
+    def __or__(self, new: Mapping[int, Any]) -> ClientStore:
+        """The store with new states of some clients.
+
+        Raises:
+            CheckpointError: if memory is short and the disk full.
+        """
+        made = self.empty()
+        made._places = {c: p for c, p in self._places.items() if c not in new}
+        if isinstance(new, ClientStore):
+            # those on the disk stay there
+            made._places |= new._places
+            made._store, made._names = new._store or self._store, new._names if new._store else self._names
+            made._spill()
+            return made
+        for some in _batched(new):
+            for client in some:
+                value = new[client]
+                made._places[client] = _InMemory(value, 0 if self._limit is None else tree.nbytes(value))
+            made._spill()
+        return made
+
+    def _spill(self) -> None:
+        """Move states to disk until the rest is within the limit."""
+        if self._limit is None:
+            return
+        above = self.in_memory - self._limit
+        for client, place in self._places.items():
+            if above <= 0:
+                return
+            if isinstance(place, _InMemory) and place.bytes:
+                self._places[client] = self._stored(client, place.value)
+                above -= place.bytes
+
+    def _stored(self, client: int, value: Any) -> _OnDisk:
+        with as_checkpoint_error(f"cannot write the state of client {client} to disk (run.client_memory)"):
+            if self._store is None:
+                self._store = _Folder()
+            path = self._store.path / f"{next(self._names)}.tree"
+            path.write_bytes(tree.encode(value))
+        return _OnDisk(path, self._store)
+
+
+def _remove(path: Path, owner: int) -> None:
+    """Remove a file or folder, unless this process is a fork of its owner."""
+    if os.getpid() != owner:
+        return
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _batched(new: Mapping[int, Any]) -> Iterator[tuple[int, ...]]:
+    clients = iter(new)
+    while some := tuple(itertools.islice(clients, _BATCH)):
+        yield some

@@ -1,0 +1,87 @@
+"""Digests by which a damaged file is recognized before anything of it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError
+from ..core.io.atomic_files import read_json, write_json
+
+KEY = "digest"
+"""Where a sealed table holds the digest of all else that is in it."""
+
+SEAL_AGAIN = (
+    "If you changed a run folder and mean it, enter its digests again: "
+    "python -c \"from fedlowrank.storage.run_files import seal_run; seal_run('RUN')\""
+)
+"""What to type after a change by hand, for messages."""
+
+
+def digest_of(*parts: bytes | memoryview) -> str:
+    """The BLAKE2b digest of bytes, 128 bits as hexadecimal digits.
+
+    Args:
+        parts: the bytes, one part after another.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def seal(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of JSON with the digest of its content, for :func:`check_seal`."""
+    return {**table, KEY: _content(table)}
+
+
+def check_seal(table: object, name: object) -> None:
+    """Compare a table that was read with the digest that :func:`seal` entered into it.
+
+    Args:
+        table: as it was read.
+        name: of the file, for the message.
+
+    Raises:
+        CheckpointError: if it is no table, or has no digest or another one.
+    """
+    if not isinstance(table, Mapping):
+        raise CheckpointError(
+            f"{name} is damaged: it holds {table!r:.40}, not a table. Restore it from a copy."
+        )
+    if KEY not in table:
+        raise CheckpointError(
+            f"{name} is damaged or was changed by hand: it has no entry {KEY!r}, so that nothing shows whether the "
+            f"rest is whole. Restore it from a copy. {SEAL_AGAIN}"
+        )
+    if table[KEY] != _content(table):
+        raise CheckpointError(
+            f"{name} is damaged or was changed by hand: its digest is {str(table[KEY])[:40]}, but its content "
+            f"has {_content(table)}. Restore it from a copy."
+        )
+
+
+def write_sealed(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a table of JSON with its digest, atomically."""
+    write_json(path, seal(table))
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read a table that :func:`write_sealed` wrote, without its digest.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged, or has no digest.
+    """
+    table = read_json(path, dict)
+    check_seal(table, path)
+    del table[KEY]
+    return table
+
+
+def _content(table: Mapping[str, Any]) -> str:
+    # as it is read back: keys are strings, tuples are lists
+    rest = json.loads(json.dumps({key: value for key, value in table.items() if key != KEY}))
+    return digest_of(json.dumps(rest, sort_keys=True).encode())

@@ -1,0 +1,219 @@
+"""What a run leaves behind: one folder, readable by a person and by the report.
+
+RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment
+                      has any, the digest of clients.json, and its own
+RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts, true cluster
+                      (null if unknown), whether it never trains
+RUN/metrics.jsonl.gz  one line of JSON a round (``RoundRecord``); round 0 is the state before any training;
+                      ``pandas.read_json("RUN/metrics.jsonl.gz", lines=True)``
+RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
+RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
+RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.storage.lock`
+RUN/checkpoint/       see :mod:`fedlowrank.storage.checkpoint`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from ..core.errors import CheckpointError
+from ..core.io.atomic_files import as_checkpoint_error, parse_json, read_json
+from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
+from .lock import is_alive, read_holder
+
+FORMAT = 2
+
+
+CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
+"""Names of the small files."""
+
+
+REPRESENTATIONS = "representations.safetensors"
+"""Name of the file of test representations."""
+
+
+CLIENTS_DIGEST = "clients_digest"
+"""Where ``run.json`` has the digest of ``clients.json``."""
+
+
+CHECKPOINTS = "checkpoint/*.checkpoint"
+"""Files of a run folder whose name is the number of completed rounds."""
+
+
+LEDGER = "privacy.jsonl"
+"""Name of the ledger of privacy in a run folder, and in a client's folder."""
+
+METRICS = "metrics.jsonl.gz"
+"""Name of the file of records. Every line is a gzip member of its own, appended by one write."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of ``run.json`` in a run folder, without digests.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a run folder: it holds no {CONFIG}")
+    config = read_sealed(path)
+    for name in ("method", "run", "models", "vary", "reference"):
+        if not isinstance(config.get(name), dict | None):
+            raise CheckpointError(f"{path} is damaged: {name} must be a table, not {config[name]!r:.40}")
+    config.pop(CLIENTS_DIGEST, None)
+    return config
+
+
+def read_clients(folder: Path) -> list[dict[str, Any]]:
+    """The rows of ``clients.json`` in a run folder, compared with the digest in ``run.json``.
+
+    Raises:
+        CheckpointError: if one of these files is missing or damaged.
+    """
+    path, expected = folder / CLIENTS, read_sealed(folder / CONFIG).get(CLIENTS_DIGEST)
+    with as_checkpoint_error(f"cannot read {path}"):
+        data = path.read_bytes()
+    rows = parse_json(data, path, list)
+    if not all(isinstance(row, dict) for row in rows):
+        raise CheckpointError(f"{path} is damaged: it must hold a table for each client")
+    if expected is None:
+        raise CheckpointError(
+            f"{folder / CONFIG} has no entry {CLIENTS_DIGEST!r}, by which {path} is known. {SEAL_AGAIN}"
+        )
+    if digest_of(data) != expected:
+        raise CheckpointError(
+            f"{path} is damaged or was changed by hand: it has another digest than when it was written. Restore "
+            "it from a copy, or resume the run, which writes it again."
+        )
+    return rows
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write ``run.json`` with its digest and that of ``clients.json``, which must exist."""
+    with as_checkpoint_error(f"cannot read {folder / CLIENTS}"):
+        clients = digest_of((folder / CLIENTS).read_bytes())
+    write_sealed(folder / CONFIG, {**config, CLIENTS_DIGEST: clients})
+
+
+def seal_run(folder: str | Path) -> None:
+    """Enter the digests of the files of a run folder again, after they were changed by hand.
+
+    Raises:
+        CheckpointError: if ``run.json``, ``clients.json`` or ``status.json`` is missing or is not JSON.
+    """
+    folder = Path(folder)
+    write_config(folder, read_json(folder / CONFIG, dict))
+    write_sealed(folder / STATUS, read_json(folder / STATUS, dict))
+
+
+def encode_representations(found: Mapping[str, Tensor]) -> bytes:
+    """The content of :data:`REPRESENTATIONS`: tensors in the format safetensors, their digest in its metadata."""
+    digest = digest_of(safetensors.torch.save(dict(found)))
+    return safetensors.torch.save(dict(found), metadata={KEY: digest})
+
+
+def read_representations(folder: Path) -> dict[str, Tensor] | None:
+    """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None without them.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
+    path = folder / REPRESENTATIONS
+    if not path.is_file():
+        return None
+    with as_checkpoint_error(f"cannot read {path}"):
+        data = path.read_bytes()
+    found: dict[str, Tensor] = {}
+    with contextlib.suppress(safetensors.SafetensorError, ValueError):
+        found = safetensors.torch.load(data)
+    if encode_representations(found) != data:
+        raise CheckpointError(
+            f"{path} is damaged or was changed by hand: its digest is not that of its tensors. Restore it from a "
+            "copy, or remove it: the report has no embedding plot then."
+        )
+    return found
+
+
+def completed_rounds(folder: Path, status: Mapping[str, Any]) -> int:
+    """Rounds that a run has surely completed: those of its last checkpoint, or of its end."""
+    saved = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
+    # a run that an error stopped may have counted a round that has no record
+    ended = status.get("rounds") if status.get("state") != "stopped" else 0
+    return max(0, *saved, ended if isinstance(ended, int) else 0)
+
+
+def encode_line(line: str) -> bytes:
+    """What is appended to :data:`METRICS`: a gzip member of its own."""
+    # equal records make equal bytes, so no time stamp
+    return gzip.compress((line + "\n").encode(), mtime=0)
+
+
+def read_lines(folder: Path) -> list[bytes]:
+    """The lines of :data:`METRICS` in a run folder, without one that a killed process left incomplete.
+
+    Older runs have ``metrics.jsonl``, which is not compressed.
+
+    Raises:
+        OSError: if there is no such file, or it is damaged.
+        zlib.error: likewise.
+    """
+    path, lines = folder / METRICS, []
+    if not path.exists():
+        return (folder / "metrics.jsonl").read_bytes().splitlines()
+    # a member begins with this byte, and ends with it only after a line of 500 MB
+    data = io.BytesIO(path.read_bytes().removesuffix(b"\x1f"))
+    with gzip.open(data) as file, contextlib.suppress(EOFError):
+        for line in file:
+            lines.append(line)  # noqa: PERF402 - lines before an incomplete one are kept
+    return lines
+
+
+def salvage_lines(folder: Path) -> list[bytes]:
+    """The lines of a damaged :data:`METRICS` whose checksum is right; none if there is no such file.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    path, lines = folder / METRICS, []
+    if not path.exists():
+        return []
+    # every line is a gzip member, which begins with the same bytes
+    for part in path.read_bytes().split(_MEMBER)[1:]:
+        member = zlib.decompressobj(wbits=31)
+        with contextlib.suppress(zlib.error):
+            line = member.decompress(_MEMBER + part)
+            if member.eof:
+                lines.append(line)
+    return lines
+
+
+_MEMBER = b"\x1f\x8b\x08" + bytes(5)
+"""How a gzip member without a name and a time begins."""
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Run folders among folders and directly below them, without those that were moved aside."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
+        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
+        found += [folder] if (folder / "run.json").exists() or not inner else inner
+    return found
+
+
+def actual_status(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
+    """The status of a run folder; not running if the process that wrote it is gone."""
+    if status.get("state") != "running" or is_alive(read_holder(folder)):
+        return status
+    why = "its process ended without a word: it was killed, or the disk was full"
+    return {**status, "state": "stopped", "message": why}

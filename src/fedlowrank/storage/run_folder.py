@@ -1,0 +1,259 @@
+"""A run's folder: created once, appended to after every round, resumed after a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CheckpointError
+from ..core.io.atomic_files import as_checkpoint_error, encode_json_rows, write_atomically
+from ..core.version import __version__
+from . import checkpoint
+from .client_store import ClientStore, LazyMapping
+from .digest import read_sealed, write_sealed
+from .lock import exclusive
+from .run_files import (
+    CLIENTS,
+    CONFIG,
+    FORMAT,
+    LEDGER,
+    METRICS,
+    REPRESENTATIONS,
+    STATUS,
+    encode_line,
+    encode_representations,
+    read_clients,
+    write_config,
+)
+from .state import State
+
+logger = logging.getLogger(__name__)
+
+_BEFORE_THE_FIRST_CHECKPOINT = {
+    "run.json", "clients.json", METRICS, "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
+    LEDGER, "logging.json", "tensorboard",
+}  # fmt: skip
+
+
+SECONDS = 10.0
+"""Between two checkpoints, unless ``run.checkpoint_every`` says how many rounds."""
+
+
+class RunFolder:
+    """Writes one run. From :meth:`create` or :meth:`lock` to the end of its context, no other process can.
+
+    Args:
+        path: of the folder.
+        config: what goes into ``run.json``.
+        clients: what goes into ``clients.json``.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], clients: list[dict[str, Any]]) -> None:
+        self.path = path
+        # as it will be read back: tuples become lists, keys become strings
+        self.config = json.loads(json.dumps({"format": FORMAT, **config, "versions": versions()}))
+        self.clients = clients
+        self._lock = contextlib.ExitStack()
+        self._saved: float | None = None
+        self._saved_round: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def create(self, force: bool) -> None:
+        """Make the folder.
+
+        Args:
+            force: move an existing one aside, to a name that ends in ``.old-1``, ``.old-2``, ...
+
+        Raises:
+            CheckpointError: if it exists and ``force`` is not set, or cannot be made.
+        """
+        if self.path.exists():
+            if not force:
+                raise self.taken(self.path)
+            self.move_aside(self.path)
+        with as_checkpoint_error(f"cannot make {self.path}"):
+            self.path.mkdir(parents=True)
+        self._lock.enter_context(exclusive(self.path))
+        write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
+        write_atomically(self.path / METRICS, b"")
+        self.status("running", 0)
+        # last, for a folder counts as a run once it holds this file
+        write_config(self.path, self.config)
+
+    @staticmethod
+    def taken(path: Path) -> CheckpointError:
+        """The error about a folder that exists where a run is to begin."""
+        begun = RunFolder.has_begun(path)
+        resume = (
+            f"Go on with it by `fedlowrank resume {path}`," if begun else "It holds no run to go on with:"
+        )
+        return CheckpointError(
+            f"{path} exists already.",
+            python=f"{'Go on with it by resume=True,' if begun else 'It holds no run to go on with:'} choose another "
+            "folder, or pass force=True to move it aside.",
+            command=f"{resume} choose another folder with -o, or pass --force to move it aside.",
+        )
+
+    @staticmethod
+    def move_aside(path: Path) -> None:
+        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free.
+
+        Raises:
+            FolderInUseError: if another process writes it.
+        """
+        number = next(i for i in range(1, 10**6) if not path.with_name(f"{path.name}.old-{i}").exists())
+        with exclusive(path), as_checkpoint_error(f"cannot move {path} aside"):
+            path.rename(path.with_name(f"{path.name}.old-{number}"))
+
+    def status(self, state: str, rounds: int, message: str = "") -> None:
+        """Say how the run stands."""
+        write_sealed(self.path / STATUS, {"state": state, "rounds": rounds, "message": message})
+
+    def is_finished(self) -> bool:
+        """Whether the run came to its end and said so."""
+        return self.read_status().get("state") == "finished"
+
+    def read_status(self) -> dict[str, Any]:
+        """Read ``status.json``."""
+        return read_sealed(self.path / STATUS)
+
+    @staticmethod
+    def has_begun(path: Path) -> bool:
+        """Whether a folder holds a checkpoint to go on from."""
+        return checkpoint.exists(path / "checkpoint")
+
+    @staticmethod
+    def is_failed_start(path: Path) -> bool:
+        """Whether a folder holds nothing but what a run writes before its first checkpoint."""
+        if not path.is_dir() or RunFolder.has_begun(path):
+            return False
+        return {p.name.removesuffix(".part") for p in path.iterdir()} <= _BEFORE_THE_FIRST_CHECKPOINT
+
+    def append(self, line: str) -> None:
+        """Add the record of a round, a line of JSON."""
+        with (
+            as_checkpoint_error(f"cannot write {self.path / METRICS}"),
+            (self.path / METRICS).open("ab") as file,
+        ):
+            file.write(encode_line(line))
+
+    def rewrite(self, lines: Iterable[str]) -> None:
+        """Replace all records, each a line of JSON."""
+        write_atomically(self.path / METRICS, map(encode_line, lines))
+
+    def reconfigure(self) -> None:
+        """Write the configuration again, where only what is free to change has changed."""
+        write_config(self.path, self.config)
+
+    def is_due(self, round: int, last: int, every: int | None) -> bool:
+        """Whether a checkpoint follows a round: the first, the last, and each ``every``-th or in :data:`SECONDS`."""
+        if round == last:
+            return True
+        if every is not None:
+            return round % every == 0
+        return self._saved is None or time.monotonic() - self._saved >= SECONDS
+
+    def save(self, state: State, changed: Iterable[int], keep: int) -> None:
+        """Write a checkpoint.
+
+        Args:
+            state: of the run as it stands.
+            changed: identifiers of the clients whose state changed since the last checkpoint.
+            keep: how many checkpoints are kept, this one included.
+        """
+        with (
+            as_checkpoint_error(f"cannot write {self.path / METRICS}"),
+            (self.path / METRICS).open("rb+") as file,
+        ):
+            os.fsync(file.fileno())
+        states = LazyMapping(sorted(changed), state.clients.__getitem__)
+        checkpoint.save(self.path / "checkpoint", state.round, state.stored_server, states, keep)
+        self._saved, self._saved_round = time.monotonic(), state.round
+
+    def is_saved(self, round: int) -> bool:
+        """Whether the last checkpoint written is of this round."""
+        return self._saved_round == round
+
+    def save_best(self, state: State) -> None:
+        """Write a whole state to ``best``, beside the checkpoints."""
+        checkpoint.save(self.path / "best", state.round, state.stored_server, state.clients)
+
+    def load(self, store: ClientStore, which: str = "checkpoint") -> State:
+        """Read a checkpoint.
+
+        Args:
+            store: an empty one.
+            which: ``checkpoint`` for the last one, ``best`` for that of the best round by validation.
+
+        Raises:
+            CheckpointError: if there is none, or it is damaged.
+        """
+        return checkpoint.load(self.path / which, store)
+
+    def lock(self) -> None:
+        """Keep other processes from writing the folder; raises FolderInUseError if one does."""
+        if (self.path / CONFIG).exists():
+            self._lock.enter_context(exclusive(self.path))
+
+    def repair_tables(self, round: int) -> bool:
+        """Write ``clients.json`` and ``status.json`` again if they are damaged; whether they were.
+
+        Args:
+            round: rounds completed.
+        """
+        is_damaged = False
+        try:
+            read_clients(self.path)
+        except CheckpointError as error:
+            logger.warning("%s It is written again.", error)
+            write_atomically(self.path / CLIENTS, encode_json_rows(self.clients))
+            is_damaged = True
+        try:
+            self.read_status()
+        except CheckpointError as error:
+            logger.warning("%s It is written again.", error)
+            self.status("stopped", round, "its former status was lost")
+            is_damaged = True
+        return is_damaged
+
+    def has_ended(self, round: int, stored: Mapping[str, Any]) -> bool:
+        """Whether the run finished at this round, and no setting asks for more than it did then.
+
+        Args:
+            round: rounds completed.
+            stored: the configuration as it was.
+        """
+        status, before, now = self.read_status(), stored["run"], self.config["run"]
+        same = all(before.get(name) == now[name] for name in ("rounds", "patience"))
+        same &= before.get("callbacks", []) == now["callbacks"]
+        return same and status.get("state") == "finished" and status.get("rounds") == round
+
+    def save_representations(self, found: dict[str, Tensor]) -> None:
+        """Keep test representations for pictures."""
+        if found:
+            write_atomically(self.path / REPRESENTATIONS, encode_representations(found))
+
+
+def versions() -> dict[str, str]:
+    """Software that a run depends on."""
+    return {
+        "fedlowrank": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }

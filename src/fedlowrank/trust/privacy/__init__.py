@@ -1,0 +1,1 @@
+"""Differential privacy: noise, budgets, ledgers and accounting."""

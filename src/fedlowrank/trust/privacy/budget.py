@@ -1,0 +1,249 @@
+"""What a run may spend of its clients' privacy, and what it has spent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from ...core.errors import CheckpointError, ConfigError
+from ..trust_settings import Privacy
+from .accounting import (
+    Sampling,
+    epsilon,
+    local_epsilon,
+    local_noise_for,
+    noise_for,
+    rounds_within,
+    total_epsilon,
+)
+from .ledger import PrivacyLedger
+from .site_ledger import SiteLedger, total_epsilon_of
+
+logger = logging.getLogger(__name__)
+
+
+class Budget:
+    """The privacy budget of a run.
+
+    What may still be spent follows from ε of the ledger, never from a count of rounds. Where a site is given
+    (:meth:`count_site`), ε is that of all its runs on the same data.
+
+    Args:
+        privacy: settings, of a kind that is not none.
+        sampling: how the clients of a round are drawn.
+        rounds: of the run, for which the noise is planned.
+        participation: share of the clients in a round.
+        seeded: noise comes from the seed of the run, so that a round that is done again releases the same.
+        noise: σ of the first plan, where a run goes on; None plans it.
+
+    Attributes:
+        noise: σ, the same in all rounds of a run.
+        ledger: of what was spent.
+
+    Raises:
+        ConfigError: if one round exceeds the budget.
+    """
+
+    def __init__(
+        self,
+        privacy: Privacy,
+        sampling: Sampling,
+        rounds: int,
+        participation: float,
+        *,
+        seeded: bool,
+        noise: float | None = None,
+    ) -> None:
+        self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
+        self.ledger = PrivacyLedger()
+        self._site: SiteLedger | None = None
+        # central: rounds in the ledger up to which a further one is known to keep to the budget
+        self._room_until = 0
+        self._counted: Counter[tuple[float, Sampling]] = Counter()
+        self._delta = float(privacy.delta or 0)
+        if self._delta > 1 / sampling.clients:
+            logger.warning(
+                "privacy.delta = %g is above 1 / clients = %.3g: to publish one client's data whole would be "
+                "as private",
+                privacy.delta,
+                1 / sampling.clients,
+            )
+        limit, accountant = privacy.epsilon, privacy.accountant
+        self.is_local = privacy.kind == "local"
+        if noise is not None:
+            self.noise = noise
+        elif privacy.noise is not None:
+            self.noise = privacy.noise
+        elif self.is_local:
+            # who is drawn more often than that sits out in the end
+            times = max(1, math.ceil(rounds * participation))
+            self.noise = local_noise_for(float(limit or 0), self._delta, times, accountant)
+        else:
+            self.noise = noise_for(float(limit or 0), self._delta, rounds, sampling, accountant)
+        # refuses an accountant that has no bound for these draws
+        self.epsilon_of(0)
+        if noise is None and limit is not None and (one := self.epsilon_of(1)) > limit:
+            raise ConfigError(
+                f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with "
+                f"privacy.noise = {self.noise:g}. Raise either"
+            )
+
+    def epsilon_of(self, rounds: int) -> float:
+        """ε after so many rounds; of a client that took part in all of them where privacy is local."""
+        accountant = self.privacy.accountant
+        if self.is_local:
+            return local_epsilon(self.noise, rounds, self._delta, accountant)
+        return epsilon(self.noise, rounds, self._delta, self.sampling, accountant)
+
+    def open(self, path: Path, done: int = 0) -> None:
+        """Keep the ledger in a file from now on, and take in what it holds.
+
+        Args:
+            path: of the file.
+            done: rounds that the run has completed, all of which the file must hold.
+
+        Raises:
+            CheckpointError: if it cannot be read or lacks a round.
+        """
+        self.ledger, self._room_until = PrivacyLedger(path), 0
+        for t in range(done):
+            self.require(t)
+
+    def count_site(self, site: SiteLedger) -> str:
+        """Charge the site's ledger, too, and count what all its runs on the same data have spent.
+
+        Returns:
+            What earlier runs have spent, for a log; "" if nothing, or if the site was counted before.
+        """
+        is_new = self._site is None or self._site.name != site.name
+        self._site, self._room_until = site, 0
+        if not is_new or not (before := self.spent_before()):
+            return ""
+        return (
+            f"earlier runs of this site on the same data have spent ε = {before:.4g} at δ = {self._delta:g}, which "
+            "counts towards privacy.epsilon; `fedlowrank privacy` lists them"
+        )
+
+    def spent_before(self) -> float:
+        """ε of the other runs of the site on the same data; 0 if no site is counted."""
+        if self._site is None:
+            return 0.0
+        return total_epsilon_of(
+            self._site.run.kind, self._site.others(), self._delta, self.privacy.accountant
+        )
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other processes from spending the same budget between a decision and its charge."""
+        with contextlib.nullcontext() if self._site is None else self._site.locked():
+            yield
+
+    def require(self, round: int) -> None:
+        """Refuse to go on after a round that the ledger lacks; raises CheckpointError."""
+        if self.ledger.clients_of(round) is None:
+            raise CheckpointError(
+                f"{self.ledger.path} lacks round {round + 1}, which was done: what was spent of the privacy budget "
+                "is no longer known. Restore the file from a copy"
+            )
+
+    def charge(self, round: int, clip: float, clients: Iterable[int]) -> None:
+        """Charge a round before anything of it is released; see :meth:`PrivacyLedger.charge`.
+
+        Raises:
+            ConfigError: if the round would exceed a central budget; nothing is charged.
+        """
+        clients = list(clients)
+        again = self.seeded and self.ledger.has(round, self.noise, clip, self.sampling, clients)
+        with self.exclusive():
+            if not (self.is_local or again or self._allows_release(round)):
+                raise ConfigError(f"round {round + 1} cannot be done: {self.reason()}")
+            if self.ledger.clients_of(round) is not None:
+                # what was found of further draws holds no more
+                self._room_until = 0
+            if self._site is not None and not again:
+                # first, so that a kill in between leaves too much charged and not too little
+                self._site.charge(round, self.noise, clip, self.sampling, clients)
+            self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=self.seeded)
+
+    def spent(self) -> float:
+        """ε of this run until now: of the models that the server released, or of the client that sent most."""
+        kind: Literal["central", "local"] = "local" if self.is_local else "central"
+        return self.ledger.spent(kind, self._delta, self.privacy.accountant)
+
+    def describe(self) -> dict[str, float]:
+        """ε until now, with its δ and the noise multiplier σ."""
+        return {"epsilon": self.spent(), "delta": self._delta, "noise": self.noise}
+
+    def allowed(self, clients: Sequence[int], round: int) -> list[int]:
+        """The clients that may take part in a round."""
+        # a round that is done again with the same noise releases nothing new
+        again = self.ledger.clients_of(round, self.noise) if self.seeded else None
+        if not self.is_local:
+            return list(clients) if again is not None or self._allows_release(round) else []
+        # clients that sent as often as each other have the same sum, so there are few of them
+        # a folder may be older than the site's ledger, and the ledger may have been lost
+        least = 0.0 if self._site is None else self._site.precision()
+        known = {i: max(self.ledger.precision(i), least) for i in clients}
+        after = {p: self._local_after(p) for p in set(known.values())}
+        limit = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
+        return [i for i in clients if i in (again or ()) or after[known[i]] <= limit]
+
+    def reason(self) -> str:
+        """Why the budget allows no further round, and what to do."""
+        whose, release = (" of each client", "update") if self.is_local else ("", "round")
+        begin = f"the privacy budget{whose}, privacy.epsilon = {self.privacy.epsilon}, is spent: "
+        if before := self.spent_before():
+            return (
+                f"{begin}earlier runs of this site on the same data had ε = {before:.4g}, this one {self.spent():.4g}, "
+                f"and a further {release} with σ = {self.noise:.4g} exceeds it. Another folder changes nothing: the "
+                "budget is that of the data (`fedlowrank privacy` lists the runs). A new run needs a larger "
+                "privacy.epsilon, and all that was spent counts towards it"
+            )
+        return (
+            f"{begin}ε is {self.spent():.4g}, "
+            f"and a further {release} with σ = {self.noise:.4g} exceeds it. A resumed run keeps its σ, also when it "
+            "gets more rounds: plan a new run, in another folder, for more rounds or a larger privacy.epsilon"
+        )
+
+    def _local_after(self, precision: float) -> float:
+        """ε of a client after a further release, given Σ σ⁻² of those before."""
+        noise = (precision + self.noise**-2) ** -0.5
+        return local_epsilon(noise, 1, self._delta, self.privacy.accountant)
+
+    def _allows_release(self, round: int) -> bool:
+        """Whether a central budget allows a further release in a round."""
+        limit, charged = self.privacy.epsilon, self.ledger.rounds()
+        if limit is None:
+            return True
+        others = self._draws_of_others()
+        # sampling amplifies a draw once, so a second release of it costs more than a further draw
+        repeats = self.ledger.draws_if_repeated(round, self.noise)
+        if any(total_epsilon(r + others, self._delta, self.privacy.accountant) > limit for r in repeats):
+            return False
+        if charged >= self._room_until:
+            # one search for many rounds: by privacy loss distributions a single ε takes half a second
+            self._room_until = charged + rounds_within(
+                limit,
+                self.noise,
+                self._delta,
+                self.sampling,
+                self.privacy.accountant,
+                self.rounds,
+                self.ledger.draws() + others,
+            )
+        return charged < self._room_until
+
+    def _draws_of_others(self) -> Counter[tuple[float, Sampling]]:
+        """The draws of the site's other runs on the same data."""
+        if self._site is None:
+            return Counter()
+        found = self._site.draws_of_others()
+        if found != self._counted:
+            # what was found of further draws holds no more
+            self._counted, self._room_until = found, 0
+        return found

@@ -1,0 +1,254 @@
+"""The ledger of a run's privacy: a file of the rounds that were charged."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...core.arguments.bounds import check_bounds
+from ...core.errors import CheckpointError, ConfigError
+from ...core.io.atomic_files import as_checkpoint_error, sync_folder
+from .accounting import Accountant, Sampling, composed_epsilon, local_epsilon
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One line of the ledger.
+
+    Attributes:
+        round: of the run, from 0.
+        noise: σ, in units of the clipping norm, of all that the round released.
+        clip: C, the clipping norm.
+        sampling: how the clients were drawn.
+        clients: who was charged, ascending. Central privacy charges the round even if no client was drawn.
+    """
+
+    round: int
+    noise: float
+    clip: float
+    sampling: Sampling
+    clients: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"round": ">= 0", "noise": "> 0", "clip": "> 0"}, "privacy ledger")
+        if list(self.clients) != sorted(set(self.clients)):
+            raise ConfigError(
+                f"privacy ledger: round {self.round} names a client twice; name each client once"
+            )
+
+
+class PrivacyLedger:
+    """Rounds that were charged, in memory and in an append-only file with one JSON line for each.
+
+    Charge a round *before* anything of it is released: a line that was cut off by a kill then belongs to a
+    release that never happened, and reading drops it. The file names who was drawn; amplification by sampling
+    holds only as long as it stays with the server.
+
+    Args:
+        path: of the file, commonly ``privacy.jsonl`` in the run folder; None keeps the ledger in memory.
+
+    Attributes:
+        path: of the file, or None.
+
+    Raises:
+        CheckpointError: if a whole line cannot be read.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._charges: list[Charge] = []
+        self._known: set[Charge] = set()
+        self._releases: Counter[int] = Counter()
+        # Σ σ⁻² of a client's releases
+        self._precision: defaultdict[int, float] = defaultdict(float)
+        # noise of each release of one draw of clients
+        self._draws: defaultdict[tuple[int, Sampling, tuple[int, ...]], list[float]] = defaultdict(list)
+        # bytes of the file, and of its whole lines
+        self._size = self._whole = 0
+        if path is not None and path.exists():
+            with as_checkpoint_error(f"cannot read {path}"):
+                data = path.read_bytes()
+            lines = data.split(b"\n")[:-1]
+            for number, line in enumerate(lines, 1):
+                self._add(_decode(line, f"{path}, line {number}"))
+            self._size, self._whole = len(data), data.rfind(b"\n") + 1
+
+    def charge(
+        self,
+        round: int,
+        noise: float,
+        clip: float,
+        sampling: Sampling,
+        clients: Iterable[int],
+        *,
+        seeded: bool,
+    ) -> bool:
+        """Charge a round, on disk when this returns.
+
+        Args:
+            round: of the run, from 0.
+            noise: σ, in units of the clipping norm, of all that the round releases.
+            clip: C, the clipping norm.
+            sampling: how the clients were drawn.
+            clients: who is charged.
+            seeded: the noise comes from the seed of the run, so that a round that is done again after a
+                resume releases the same bytes: a line that the ledger has is not written again. With noise of
+                the operating system each repetition is a further release.
+
+        Returns:
+            Whether a line was added.
+
+        Raises:
+            CheckpointError: if the file cannot be written or something else wrote to it; nothing is charged.
+        """
+        charge = _charge(round, noise, clip, sampling, sorted(clients))
+        if seeded and charge in self._known:
+            return False
+        if self.path is not None:
+            self._append(self.path, _encode(charge) + b"\n")
+        self._add(charge)
+        return True
+
+    def copy_in_memory(self) -> PrivacyLedger:
+        """A ledger with the same charges and without a file."""
+        copy = PrivacyLedger()
+        for charge in self._charges:
+            copy._add(charge)
+        return copy
+
+    def has(self, round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> bool:
+        """Whether this very charge was made before; see :meth:`charge`."""
+        return _charge(round, noise, clip, sampling, sorted(clients)) in self._known
+
+    def rounds(self) -> int:
+        """Number of charged rounds; a round that was charged twice counts twice."""
+        return len(self._charges)
+
+    def clients_of(self, round: int, noise: float | None = None) -> tuple[int, ...] | None:
+        """Who was charged for a round, with that noise or any; None if it was not charged."""
+        found = (c for c in self._charges if c.round == round and noise in (None, c.noise))
+        return next((c.clients for c in found), None)
+
+    @property
+    def noise(self) -> float | None:
+        """σ of the last charge; None of an empty ledger."""
+        return self._charges[-1].noise if self._charges else None
+
+    def noises(self) -> list[float]:
+        """The different σ of the charges, ascending."""
+        return sorted({charge.noise for charge in self._charges})
+
+    def clients(self) -> list[int]:
+        """Who was charged at least once, ascending."""
+        return sorted(self._releases)
+
+    def releases(self, client: int) -> int:
+        """Times that a client was charged; a round that was charged twice counts twice."""
+        return self._releases[client]
+
+    def spent(self, kind: Literal["central", "local"], delta: float, accountant: Accountant) -> float:
+        """ε of all charged rounds.
+
+        A round that was charged again for the same clients is one draw with several releases. Sampling
+        amplifies the draw once, so the releases count as one with the combined noise.
+
+        Args:
+            kind: central: of the models that the server releases. local: of the client that was charged most.
+            delta: δ.
+            accountant: as of :func:`fedlowrank.trust.privacy.accounting.epsilon`.
+
+        Returns:
+            ε, 0 for an empty ledger.
+        """
+        if kind == "local":
+            largest = max(self._precision.values(), default=None)
+            return 0.0 if largest is None else local_epsilon(largest**-0.5, 1, delta, accountant)
+        return composed_epsilon(self.draws(), delta, accountant)
+
+    def draws(self) -> Counter[tuple[float, Sampling]]:
+        """Number of draws by their combined noise and sampling, as ε is computed of them."""
+        return Counter((_combine(noise), sampling) for (_, sampling, _), noise in self._draws.items())
+
+    def draws_if_repeated(self, round: int, noise: float) -> list[Counter[tuple[float, Sampling]]]:
+        """:meth:`draws` after a further release of an earlier draw of a round, for each such draw."""
+        found = []
+        for (at, sampling, _), noises in self._draws.items():
+            if at == round:
+                after = self.draws()
+                after[_combine(noises), sampling] -= 1
+                after[_combine([*noises, noise]), sampling] += 1
+                found.append(after)
+        return found
+
+    def precision(self, client: int) -> float:
+        """Σ σ⁻² of a client's releases."""
+        return self._precision.get(client, 0.0)
+
+    def _add(self, charge: Charge) -> None:
+        self._charges.append(charge)
+        self._known.add(charge)
+        self._draws[charge.round, charge.sampling, charge.clients].append(charge.noise)
+        for client in charge.clients:
+            self._releases[client] += 1
+            self._precision[client] += charge.noise**-2
+
+    def _append(self, path: Path, line: bytes) -> None:
+        with as_checkpoint_error(f"cannot write {path}"):
+            new = not path.exists()
+            with path.open("xb" if new else "r+b", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != self._size:
+                    raise CheckpointError(
+                        f"{path} has {size} bytes, not {self._size}: something else wrote to it. "
+                        "End the other process and resume the run"
+                    )
+                try:
+                    # what a kill or a full disk left of a line
+                    file.truncate(self._whole)
+                    file.seek(self._whole)
+                    if file.write(line) != len(line):
+                        raise CheckpointError(f"cannot write {path}: the disk is full")
+                    os.fsync(file.fileno())
+                finally:
+                    self._size = os.fstat(file.fileno()).st_size
+            if new:
+                sync_folder(path.parent)
+        self._whole += len(line)
+
+
+def _combine(noises: list[float]) -> float:
+    """Noise of the one Gaussian release that tells as much as all these of the same value: (Σ σ⁻²)^(-1/2)."""
+    return noises[0] if len(noises) == 1 else float(sum(noise**-2 for noise in noises) ** -0.5)
+
+
+def _charge(round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]) -> Charge:
+    return Charge(int(round), float(noise), float(clip), sampling, tuple(map(int, clients)))
+
+
+def _encode(charge: Charge) -> bytes:
+    sampling = {name: value for name, value in asdict(charge.sampling).items() if value is not None}
+    table = asdict(charge) | {"sampling": sampling}
+    # a damaged digit would else be another charge
+    return json.dumps(table | {"check": zlib.crc32(json.dumps(table).encode())}).encode()
+
+
+def _decode(line: bytes, where: str) -> Charge:
+    try:
+        value = json.loads(line)
+        del value["check"]
+        sampling = Sampling(**value.pop("sampling"))
+        charge = _charge(sampling=sampling, **value)
+        if _encode(charge) != line:
+            raise ValueError("it is not as it was written")
+    except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+        raise CheckpointError(
+            f"{where}: this is no charge of the privacy ledger ({error}). What was spent is no longer known; "
+            "restore the file from a copy"
+        ) from error
+    return charge

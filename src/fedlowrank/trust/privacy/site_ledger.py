@@ -1,0 +1,275 @@
+"""The ledger of a site: what all its runs have spent of the privacy of the same data, whatever their folders.
+
+STATE/privacy/NAME.json     a run: kind, digests of the data, δ, accountant, folder, beginning
+STATE/privacy/NAME.jsonl    its charges, as :class:`.ledger.PrivacyLedger` writes them
+
+STATE is ``$FEDLOWRANK_STATE``, else ``$XDG_STATE_HOME/fedlowrank``, else ``~/.local/state/fedlowrank``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from filelock import FileLock
+
+from ...core.errors import CheckpointError, ConfigError
+from ...core.io.atomic_files import as_checkpoint_error, read_json, write_json
+from ...core.io.private_files import make_private_folder
+from ...data.overlap import SKETCH, overlap
+from .accounting import Accountant, Sampling, local_epsilon, total_epsilon
+from .ledger import PrivacyLedger
+
+STATE = "FEDLOWRANK_STATE"
+"""Name of the environment variable of the folder."""
+
+SAME_DATA = 0.1
+"""Share of the smaller data set from which on two data sets of a client count as the same."""
+
+Kind = Literal["local", "central", "server"]
+
+
+def state_folder() -> Path:
+    """The folder in which a site keeps what outlives its runs."""
+    own, usual = os.environ.get(STATE), os.environ.get("XDG_STATE_HOME")
+    if own:
+        return Path(own)
+    try:
+        return (Path(usual) if usual else Path.home() / ".local" / "state") / "fedlowrank"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no home folder for the ledger of privacy; set {STATE}") from error
+
+
+def open_state(room: str = "privacy") -> Path:
+    """The folder in which a site keeps one thing, of the ledger unless another is named; made if it does not exist.
+
+    Raises:
+        ConfigError: if others can read it, or there is no home folder.
+        CheckpointError: if it cannot be made.
+    """
+    state = state_folder()
+    try:
+        make_private_folder(state)
+        make_private_folder(state / room)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. It is to hold what a site must not forget between runs: set {STATE} to a folder that can be written"
+        ) from error
+    return state / room
+
+
+@dataclass(frozen=True)
+class SiteRun:
+    """A run that spends privacy.
+
+    Attributes:
+        kind: local: noise of a client on its own data; central: a client's data under the noise that its server
+            is to add; server: the data of a server's clients under the noise that it adds.
+        data: of a client, a sketch of its data (:mod:`fedlowrank.data.overlap`); of a server, a digest of each
+            client.
+        delta: δ of the run.
+        accountant: of the run.
+        method: its name.
+        folder: of the run, as it was when the run began.
+        began: day and time (UTC).
+    """
+
+    kind: Kind
+    data: tuple[str, ...] = field(repr=False)
+    delta: float
+    accountant: Accountant
+    method: str = ""
+    folder: str = ""
+    began: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
+
+    def concerns(self, other: SiteRun) -> bool:
+        """Whether both spend the privacy of the same data: of a client, or of one that both have."""
+        if self.kind != other.kind:
+            return False
+        if self.kind == "server":
+            return not set(self.data).isdisjoint(other.data)
+        return overlap(self.data, other.data) >= SAME_DATA
+
+    def with_data_of(self, other: SiteRun) -> SiteRun:
+        """The run, on the data of both."""
+        data = sorted({*self.data, *other.data})
+        return dataclasses.replace(self, data=tuple(data if self.kind == "server" else data[:SKETCH]))
+
+
+class SiteLedger:
+    """The charges of a run and of all others of the site on the same data.
+
+    Each method reads what other processes have written meanwhile. A decision and its charge belong within one
+    :meth:`locked` block.
+
+    Args:
+        name: of the run, as no other run of the site has it; letters, digits, ``-``.
+        run: what it is.
+
+    Raises:
+        ConfigError: if others can read the folder.
+        CheckpointError: if the folder cannot be written, or a file in it is damaged.
+    """
+
+    def __init__(self, name: str, run: SiteRun) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9-]{1,100}", name):
+            raise ConfigError(f"{name!r:.200} cannot be the name of a run")
+        self.name, self.run = name, run
+        self.folder = open_state()
+        self._lock = FileLock(self.folder / "lock", mode=0o600)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep all other processes from the ledger within the block; may be nested."""
+        with as_checkpoint_error(f"cannot lock {self.folder}"):
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def charge(
+        self, round: int, noise: float, clip: float, sampling: Sampling, clients: Iterable[int]
+    ) -> None:
+        """Charge a round, on disk when this returns; see :meth:`PrivacyLedger.charge`."""
+        with self.locked():
+            path = self.folder / f"{self.name}.json"
+            known = _read(path) if path.exists() else None
+            described = self.run if known is None else known.with_data_of(self.run)
+            if described != known:
+                # the examples of a client may change in the course of a run
+                write_json(path, dataclasses.asdict(described))
+            PrivacyLedger(path.with_suffix(".jsonl")).charge(
+                round, noise, clip, sampling, clients, seeded=False
+            )
+
+    def follow(
+        self,
+        rounds: int,
+        noise: float,
+        clip: float,
+        sampling: Sampling,
+        client: int,
+        limit: float | None,
+        *,
+        trains: bool,
+    ) -> float:
+        """Charge the rounds of a server that adds noise, also those in which the client was not drawn.
+
+        Sampling amplifies privacy because nobody knows who was drawn, so every round costs the same.
+
+        Args:
+            rounds: of the run, the one at hand included.
+            noise: σ of a round.
+            clip: C, the clipping norm.
+            sampling: how the clients of a round are drawn.
+            client: number of the client.
+            limit: ε that must not be exceeded, or None.
+            trains: the last of the rounds is done now, maybe again; else all are over.
+
+        Returns:
+            ε of all runs on the data after these rounds. Nothing is charged if it exceeds the limit.
+        """
+        with self.locked():
+            after = PrivacyLedger(self.folder / f"{self.name}.jsonl").copy_in_memory()
+            missing = [t for t in range(rounds - trains) if after.clients_of(t) is None]
+            missing += [rounds - 1] if trains else []
+            for t in missing:
+                after.charge(t, noise, clip, sampling, [client], seeded=False)
+            draws = after.draws() + self.draws_of_others()
+            epsilon = total_epsilon(draws, self.run.delta, self.run.accountant)
+            if limit is None or epsilon <= limit:
+                for t in missing:
+                    self.charge(t, noise, clip, sampling, [client])
+            return epsilon
+
+    def others(self) -> list[PrivacyLedger]:
+        """The ledgers of other runs on the same data."""
+        found = entries(self.folder)
+        own = found.pop(self.name, (self.run, None))[0]
+        return [ledger for run, ledger in found.values() if run.concerns(self.run) or run.concerns(own)]
+
+    def precision(self) -> float:
+        """Σ σ⁻² of all releases of the data, of this run and the others."""
+        own = PrivacyLedger(self.folder / f"{self.name}.jsonl")
+        return sum(_precision(ledger) for ledger in (own, *self.others()))
+
+    def draws_of_others(self) -> Counter[tuple[float, Sampling]]:
+        """The draws of other runs on the same data, as :meth:`PrivacyLedger.draws` counts them."""
+        return sum((ledger.draws() for ledger in self.others()), Counter())
+
+
+def entries(folder: Path) -> dict[str, tuple[SiteRun, PrivacyLedger]]:
+    """All runs in a folder ``STATE/privacy``, by name, with their ledgers; the first to begin comes first.
+
+    Raises:
+        CheckpointError: if a file is damaged, or a run has charges and no description.
+    """
+    found = {}
+    for path in folder.glob("*.jsonl"):
+        described = path.with_suffix(".json")
+        if not described.exists():
+            raise CheckpointError(
+                f"{path} are charges of a run that {described.name} does not describe: whose privacy was spent is no "
+                "longer known. Restore that file from a copy."
+            )
+        with as_checkpoint_error(f"cannot read {path}"):
+            is_now = path.stat()
+        found[path.stem] = _read(described), _ledger(path, is_now.st_size, is_now.st_mtime_ns)
+    return dict(sorted(found.items(), key=lambda item: (item[1][0].began, item[0])))
+
+
+def accounts(found: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[list[str]]:
+    """The names of runs, those on the same data in one list, also if only by way of a third run."""
+    groups: list[list[str]] = []
+    for name, (run, _) in found.items():
+        same = [group for group in groups if any(run.concerns(found[other][0]) for other in group)]
+        groups = [group for group in groups if group not in same] + [[*(n for g in same for n in g), name]]
+    return groups
+
+
+def total_epsilon_of(
+    kind: Kind, ledgers: Sequence[PrivacyLedger], delta: float, accountant: Accountant
+) -> float:
+    """ε of the charges of several runs on the same data; see :func:`.accounting.total_epsilon`."""
+    if kind == "local":
+        precision = sum(map(_precision, ledgers))
+        return local_epsilon(precision**-0.5, 1, delta, accountant) if precision else 0.0
+    draws: Counter[tuple[float, Sampling]] = sum((ledger.draws() for ledger in ledgers), Counter())
+    return total_epsilon(draws, delta, accountant)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ledger(path: Path, size: int, changed: int) -> PrivacyLedger:
+    """A ledger that is only read; it is read again where size or time of the file differ."""
+    del size, changed
+    return PrivacyLedger(path)
+
+
+def _precision(ledger: PrivacyLedger) -> float:
+    """Σ σ⁻² of a client's ledger, whatever its number was in each run."""
+    return sum(ledger.precision(client) for client in ledger.clients())
+
+
+def _read(path: Path) -> SiteRun:
+    table: dict[str, Any] = read_json(path, dict)
+    try:
+        run = SiteRun(**{**table, "data": tuple(table["data"])})
+        if run.kind not in get_args(Kind) or not all(isinstance(digest, str) for digest in run.data):
+            raise ValueError("its fields are not as they were written")
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} does not describe a run of the privacy ledger ({error}). Restore it from a copy."
+        ) from error
+    return run
