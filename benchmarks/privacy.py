@@ -248,7 +248,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw accuracy against ε."""
     import matplotlib
 
-    from fedlowrank.report.figures.comparison_figures import style
+    from fedlowrank.report.figures import style
 
     series = (
         ("FedAvg, global model", "fedavg", "accuracy"),

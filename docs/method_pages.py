@@ -17,7 +17,7 @@ from fedlowrank.config.reading.field_help import list_fields
 from fedlowrank.core import tree
 from fedlowrank.core.contract.method import Method
 from fedlowrank.methods import METHODS
-from fedlowrank.testing.check import federation
+from fedlowrank.testing.check import small_federation
 from fedlowrank.training.tracing import trace_upload
 from fedlowrank.trust.abilities import ABILITIES, abilities
 
@@ -167,13 +167,13 @@ def _demo(cls: MethodClass) -> str:
 
 
 def _abilities(cls: MethodClass) -> list[str]:
-    found = abilities(cls(), federation(cls.heterogeneous).task(1))
+    found = abilities(cls(), small_federation(cls.heterogeneous).task(1))
     return ["yes" if reason is None else f"no: {reason}" for reason in found.values()]
 
 
 def _payload(cls: MethodClass) -> str:
     """What a client is sent and sends in the first round of a trial."""
-    method, task = cls(), federation(cls.heterogeneous).task(1)
+    method, task = cls(), small_federation(cls.heterogeneous).task(1)
     client, server = task.clients[0], method.server_init(task)
     down = method.download(server, client)
     upload, _ = trace_upload(method, task, client, down)

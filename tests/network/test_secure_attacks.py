@@ -29,7 +29,7 @@ from fedlowrank.network.secure.participation import (
     bytes_to_text,
     parcel_by_client,
     text_to_bytes,
-    text_to_bytes_announcement,
+    unpack_announcement,
 )
 from fedlowrank.network.secure.signing import MemberSigner, Session
 from fedlowrank.network.transport import NodeMessage
@@ -93,7 +93,7 @@ class Server:
         of = order("announce", **where)
         leader = SumLeader(self.n, Session(of.run, of.branch, of.round), ROSTER)
         for c in clients:
-            leader.announce(c, text_to_bytes_announcement(self.ask(c, "announce", **where)[c]))
+            leader.announce(c, unpack_announcement(self.ask(c, "announce", **where)[c]))
         keys = {c: bytes_to_text(found) for c, found in leader.announced.items()}
         for c in clients:
             boxes = self.ask(c, "share", keys, **where)

@@ -5,7 +5,7 @@ from report_runs import both, findings_of, page_of, regression_of, rounds_of, te
 from scipy import stats
 
 from fedlowrank.report import comparison
-from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from fedlowrank.report.tables.sweeps import shorten_names, sweep_tables

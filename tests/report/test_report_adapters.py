@@ -26,8 +26,8 @@ from report_runs import (
 from scipy import stats
 
 from fedlowrank.report import comparison, low_rank, write_report
-from fedlowrank.report.figures.comparison_figures import chart
-from fedlowrank.report.figures.comparison_figures import lora_figures as drawn
+from fedlowrank.report.figures import chart
+from fedlowrank.report.figures import lora_figures as drawn
 from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import drawing, to_svg
 from fedlowrank.report.sentences import describe_setting

@@ -7,8 +7,8 @@ import pytest
 from report_runs import both, draw, in_clusters, one_hot, regression_of, rounds_of, with_routes
 from scipy import stats
 
-from fedlowrank.report.figures.comparison_figures import cluster_figures, lora_figures, rank_figures
-from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.figures import cluster_figures, lora_figures, rank_figures
+from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.figures.gallery import draw_all
 
 SPREADS = ((0.80, 0.97, 0.99), (0.10, 0.35, 0.12), (0.5, 0.52, 0.51))

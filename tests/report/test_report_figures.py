@@ -12,8 +12,8 @@ from report_runs import both, cloud, draw, rounds_of
 
 from fedlowrank.cli.main import main
 from fedlowrank.report import write_report
-from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
-from fedlowrank.report.figures.comparison_figures import data_figures, gallery, time_figures
+from fedlowrank.report.figures import comparison_figures as figures
+from fedlowrank.report.figures import data_figures, gallery, time_figures
 from fedlowrank.report.figures.gallery import save_figures
 from fedlowrank.report.figures.style import (
     DASHES,

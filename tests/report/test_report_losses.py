@@ -27,8 +27,8 @@ from report_runs import (
 from scipy import stats
 
 from fedlowrank.report import comparison, write_report
-from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
-from fedlowrank.report.figures.comparison_figures import rank_figures
+from fedlowrank.report.figures import comparison_figures as figures
+from fedlowrank.report.figures import rank_figures
 from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.sentences import describe_setting, find_warnings
 from fedlowrank.report.statistics.groups import group_runs

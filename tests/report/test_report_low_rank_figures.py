@@ -8,8 +8,8 @@ import pytest
 from report_runs import both, draw, legend_of, rounds_of, two_series
 from scipy import stats
 
-from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
-from fedlowrank.report.figures.comparison_figures import rank_figures
+from fedlowrank.report.figures import comparison_figures as figures
+from fedlowrank.report.figures import rank_figures
 from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import DASHES, make_styles, to_svg
 

@@ -17,7 +17,7 @@ from report_runs import (
 )
 
 from fedlowrank.report import comparison, to_latex
-from fedlowrank.report.figures.comparison_figures import comparison_figures as figures
+from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.findings import state_headline
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.modes import find_modes

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 from report_runs import both, draw, legend_of, rounds_of, two_series
 
-from fedlowrank.report.figures.comparison_figures import rank_figures
+from fedlowrank.report.figures import rank_figures
 from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import palette_color
 

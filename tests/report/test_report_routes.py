@@ -22,7 +22,7 @@ from report_runs import (
 from scipy import stats
 
 from fedlowrank.report import comparison, write_report
-from fedlowrank.report.figures.comparison_figures import cluster_figures
+from fedlowrank.report.figures import cluster_figures
 from fedlowrank.report.figures.gallery import draw_all, save_figures
 from fedlowrank.report.figures.style import to_svg
 from fedlowrank.report.sentences import collapse_warnings, find_warnings

@@ -8,7 +8,7 @@ from report_runs import both, curve, in_clusters, with_routes
 from fedlowrank.cli.main import main
 from fedlowrank.report.figures.chart import POINTS, TIPS
 from fedlowrank.report.figures.gallery import draw_all
-from fedlowrank.report.tables.comparison_tables import comparison_tables as tables
+from fedlowrank.report.tables import comparison_tables as tables
 from fedlowrank.results import measurements, records
 from fedlowrank.results.measurements import Measurements
 

@@ -11,7 +11,7 @@ from report_runs import cells, draw, legend_of, members, page_of, rounds_of, row
 
 from fedlowrank.core.key import Key
 from fedlowrank.report import comparison, save_figures
-from fedlowrank.report.figures.comparison_figures import trust_figures
+from fedlowrank.report.figures import trust_figures
 from fedlowrank.report.figures.gallery import draw_all, method_styles
 from fedlowrank.report.sentences import describe_setting
 from fedlowrank.report.statistics.groups import group_runs
