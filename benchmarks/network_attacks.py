@@ -624,13 +624,14 @@ HEAD = """# Attacks on a network, before and after
 
     python benchmarks/network_attacks.py --out docs/results/network-attacks.md
 
-The table shows the effect of attacks of the [threat model](../threat-model.md) before and after the protections were added. The column *after*
-is the output of the command. The column *before* has the figures of the reports, which real processes measured when the attacks were
-found; otherwise it describes the behavior at that time. The command measures the accuracies of both columns, with the earlier bounds
-(updates above 30 medians refused, none shortened, `examples_ratio` 10) and with the present bounds. They are the mean over {seeds} seeds after
-ten rounds on handwritten digits.
+The table shows the effect of attacks of the [threat model](../threat-model.md) before and after the protections were added.
+The column *after* is the output of the command. The column *before* has the figures of the reports, which real processes
+measured when the attacks were found; otherwise it describes the behavior at that time. The command measures the accuracies
+of both columns, with the earlier bounds (updates above 30 medians refused, none shortened, `examples_ratio` 10) and with the
+present bounds. They are the mean over {seeds} seeds after ten rounds on handwritten digits.
 
-Conclusion: each of these attacks is stopped or bounded. A hostile client that stays within the bounds still costs much accuracy.
+Conclusion: each of these attacks is stopped or bounded. A hostile client that stays within the bounds still costs much
+accuracy.
 
 """
 

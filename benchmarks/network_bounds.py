@@ -269,17 +269,18 @@ HEAD = """# Bounds on updates: what they cost honest clients
 
     python benchmarks/network_bounds.py --out docs/results/network-bounds.md
 
-Eight honest clients have 10 to 400 examples of two of four classes each. {methods} methods run for {rounds} rounds with all clients in each round
-and one seed. Each cell has the test accuracy in percent, the mean over clients. The parentheses have the share of honest replies that are
-shortened or refused. The default is `network.limits` without changes: update_ratio 3, strikes 3, examples_ratio 3. With "counts promised",
-`network.examples` sets the counts. One seed shows the frequency of a bound's action, and large losses. Differences of a point mean nothing.
-Training has only begun after eight rounds, so a bound that slows it shows as a loss.
+Eight honest clients have 10 to 400 examples of two of four classes each. {methods} methods run for {rounds} rounds with all
+clients in each round and one seed. Each cell has the test accuracy in percent, the mean over clients. The parentheses have
+the share of honest replies that are shortened or refused. The default is `network.limits` without changes: update_ratio 3,
+strikes 3, examples_ratio 3. With "counts promised", `network.examples` sets the counts. One seed shows the frequency of a
+bound's action, and large losses. Differences of a point mean nothing. Training has only begun after eight rounds, so a bound
+that slows it shows as a loss.
 
 Conclusions:
 
 - With promised counts the bound costs nothing; 1 % of the replies are shortened.
-- With counts that clients only claim, the bound costs accuracy if clients are as unequal as here (forty to one). A client with a weight of three
-  times the median may then only have an update of the median length.
+- With counts that clients only claim, the bound costs accuracy if clients are as unequal as here (forty to one). A client
+  with a weight of three times the median may then only have an update of the median length.
 - Norm bounding at the median costs most.
 - Refusal at 3 loses up to a fifth of the honest replies of a method that sends factors.
 """

@@ -194,18 +194,19 @@ HEAD = """# Secure sums: bytes and processor time
 
     python benchmarks/secure_sums.py --out docs/results/secure-sums.md
 
-FedAvg trains one pass a round over iris with 3, 10 and 20 clients. One model has about 10^4 numbers, the other about 10^6. All clients and the
-server are in one process. Bytes are headers and payloads of all messages of a round, without the overhead of a transport. Processor time
-includes no waiting. Plain and secure runs alternate, with {repetitions} repetitions of {rounds} rounds; the first round of each run is excluded.
-Milliseconds are the median, with the range in parentheses. A client's time includes its training. A secure round has five exchanges with the
-clients instead of one. These numbers do not include their waiting over a network.
+FedAvg trains one pass a round over iris with 3, 10 and 20 clients. One model has about 10^4 numbers, the other about 10^6.
+All clients and the server are in one process. Bytes are headers and payloads of all messages of a round, without the
+overhead of a transport. Processor time includes no waiting. Plain and secure runs alternate, with {repetitions} repetitions
+of {rounds} rounds; the first round of each run is excluded. Milliseconds are the median, with the range in parentheses. A
+client's time includes its training. A secure round has five exchanges with the clients instead of one. These numbers do not
+include their waiting over a network.
 
 Conclusions:
 
-- A client sends twice the bytes: 8 per number instead of 4. It also sends a few kilobytes of keys, shares and signatures, which grow with the
-  number of clients.
-- At a million numbers and 20 clients a client's processor time grows from 46 to 260 ms a round, mostly for masks. The server's time does not grow,
-  because it decodes no upload and compares no norms.
+- A client sends twice the bytes: 8 per number instead of 4. It also sends a few kilobytes of keys, shares and signatures,
+  which grow with the number of clients.
+- At a million numbers and 20 clients a client's processor time grows from 46 to 260 ms a round, mostly for masks. The
+  server's time does not grow, because it decodes no upload and compares no norms.
 - The machine was shared, so differences of single milliseconds mean nothing.
 
 """

@@ -127,7 +127,7 @@ def summarize_verdicts(verdicts: Sequence[str]) -> str:
 def claims_table() -> str:
     """The verdict of every claim in one table, and what became of all intervals."""
     judged = judge_claims()
-    lines = [table_row(["paper", "claim", "verdict", *VERDICTS, "clear after Holm"])]
+    lines = [table_row(["paper", "claim", "verdict", *VERDICTS, "significant after Holm"])]
     lines.append("| :--- | :--- | :--- |" + " ---: |" * 4)
     lines += [_short_row(claim, cases) for claim, cases in judged]
     return "\n".join([*lines, "", *_count_intervals(judged)])
