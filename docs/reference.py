@@ -35,12 +35,12 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Run a method on clients, and look at what came out.",
         [
             *_names("data.federation", "Federation"),
-            *_names("simulation.simulate", "simulate"),
-            *_names("simulation.result", "Result"),
-            *_names("simulation.settings", "RunSettings"),
-            *_names("simulation.records", "RoundRecord RunRecord"),
-            *_names("core.losses", "Loss"),
-            *_names("core.optimizer", "SGD AdamW Group LocalSchedule Schedule"),
+            *_names("rounds.simulate", "simulate"),
+            *_names("rounds.outcome.result", "Result"),
+            *_names("rounds.run_settings", "RunSettings"),
+            *_names("results.records", "RoundRecord RunRecord"),
+            *_names("core.learning.losses", "Loss"),
+            *_names("core.learning.optimizer", "SGD AdamW Group LocalSchedule Schedule"),
             *_names("data.augment", "Augment"),
         ],
     ),
@@ -50,13 +50,13 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "What is measured of a run, read as a table, or done after each round. "
         "[Measure what you need](../how-to/metrics.md) and [stop early](../how-to/callbacks.md) show the use.",
         [
-            *_names("simulation.callbacks", "Callback EarlyStopping"),
+            *_names("rounds.callbacks", "Callback EarlyStopping"),
             *_names(
-                "simulation.frames", "load_runs load_rounds average_by_examples client_frame rounds_frame"
+                "results.frames", "load_runs load_rounds average_by_examples client_frame rounds_frame"
             ),
-            *_names("simulation.client_metrics", "Metric choose_metrics compute"),
-            *_names("simulation.predictions", "predict predictions confusion"),
-            *_names("simulation.loggers", "Logger TensorBoardLogger WandbLogger MlflowLogger"),
+            *_names("results.client_metrics", "Metric choose_metrics compute"),
+            *_names("rounds.outcome.predictions", "predict predictions confusion"),
+            *_names("rounds.logs.loggers", "Logger TensorBoardLogger WandbLogger MlflowLogger"),
         ],
     ),
     (
@@ -64,15 +64,15 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Write a method",
         "The contract of a method and what it may use. [Your own method](../tutorials/your-own-method.md) is the tutorial.",
         [
-            *_names("core.method", "Method ClientView ServerView ProximalTerm PaddedDimensions"),
-            *_names("core.task", "Task ClientInfo Pass Batch"),
-            *_names("core.contribution", "Mean Sum Each"),
-            *_names("core.client_model", "ClientModel"),
-            *_names("core.update", "Update"),
-            *_names("core.forms", "OneOf Lengths"),
+            *_names("core.contract.method", "Method ClientView ServerView ProximalTerm PaddedDimensions"),
+            *_names("core.contract.task", "Task ClientInfo Pass Batch"),
+            *_names("core.contract.contribution", "Mean Sum Each"),
+            *_names("core.contract.client_model", "ClientModel"),
+            *_names("core.contract.update", "Update"),
+            *_names("core.contract.forms", "OneOf Lengths"),
             *_names("core.key", "Key"),
             *_names(
-                "core.loss", "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence"
+                "core.learning.batch_losses", "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence"
             ),
             *_names(
                 "core.tree", "tree map add sub zeros_like dot square_distance numel nbytes encode decode"
@@ -86,9 +86,9 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Every method as a class; `METHODS` maps names to them. [All methods](../methods/index.md) has their pages.",
         [
             *_classes(METHODS),
-            *_names("methods.families.lora", "Tuning"),
+            *_names("methods.families.lora_family", "Tuning"),
             *_names("methods.families.effective_delta", "Weighing"),
-            *_names("adapters.router", "Router"),
+            *_names("adapters.mixtures.router", "Router"),
         ],
     ),
     (
@@ -96,8 +96,8 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Low-rank parts of modules",
         "Adaptors, LoRA layers and thin modules for any `torch.nn.Module`, without a federation.",
         [
-            *_names("adapters.floral_module", "Floral"),
-            *_names("adapters.lora_layers", "add_lora merge_lora LoRALayer"),
+            *_names("adapters.mixtures.floral_module", "Floral"),
+            *_names("adapters.lora.lora_layers", "add_lora merge_lora LoRALayer"),
             *_names(
                 "adapters.deployment",
                 "deploy save_deployed load_deployed measure_size Size compare_latency Latency",
@@ -130,8 +130,8 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_classes(SOURCES),
             *_classes(TEXT_SOURCES),
             *(name for kinds, _ in TAGGED.values() for name in _classes(kinds)),
-            *_names("data.own_partition", "OwnPartition"),
-            *_names("data.downloads", "DataDownload get"),
+            *_names("data.partitioning.own_partition", "OwnPartition"),
+            *_names("data.download.downloads", "DataDownload get"),
         ],
     ),
     (
@@ -139,14 +139,14 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Compression, privacy and robustness",
         "Settings of what happens to updates between clients and server, as fields of `RunSettings`. "
         "[Privacy and robustness](../tutorials/privacy-and-robustness.md) explains them.",
-        _names("trust.settings", "Compression Clipping Privacy Robust Attack SecureSums"),
+        _names("trust.trust_settings", "Compression Clipping Privacy Robust Attack SecureSums"),
     ),
     (
         "devices",
         "Simulated devices",
         "Speed, bandwidth and availability of the clients, as the field `devices` of `RunSettings`. "
         "[System heterogeneity](../how-to/system-heterogeneity.md) explains them.",
-        _names("simulation.devices", "Devices"),
+        _names("rounds.participation.devices", "Devices"),
     ),
     (
         "experiment",
@@ -155,11 +155,11 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         [
             *_names("config.experiment", "ExperimentConfig"),
             *_names("config.comparison", "plan_runs PlannedRun"),
-            *_names("config.tune_section", "TuneSettings"),
-            *_names("config.tuning", "Setting ValidationScore plan_tuning score_run choose tuned_experiment"),
+            *_names("config.sections.tune_section", "TuneSettings"),
+            *_names("config.tuning", "Setting ValidationScore plan_tuning score_run choose_setting tuned_experiment"),
             *_names("report.page", "write_report"),
-            *_names("report.gallery", "save_figures"),
-            *_names("report.tables", "comparison Comparison"),
+            *_names("report.figures.gallery", "save_figures"),
+            *_names("report.tables.comparison_tables", "comparison Comparison"),
             *_names("report.tensorboard", "export_tensorboard"),
             *_names("core.errors", "FedlowrankError ConfigError DataError TaskError CheckpointError"),
         ],
