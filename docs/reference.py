@@ -51,9 +51,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "[Measure what you need](../how-to/metrics.md) and [stop early](../how-to/callbacks.md) show the use.",
         [
             *_names("rounds.callbacks", "Callback EarlyStopping"),
-            *_names(
-                "results.frames", "load_runs load_rounds average_by_examples client_frame rounds_frame"
-            ),
+            *_names("results.frames", "load_runs load_rounds average_by_examples client_frame rounds_frame"),
             *_names("results.client_metrics", "Metric choose_metrics compute"),
             *_names("rounds.outcome.predictions", "predict predictions confusion"),
             *_names("rounds.logs.loggers", "Logger TensorBoardLogger WandbLogger MlflowLogger"),
@@ -72,7 +70,8 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("core.contract.forms", "OneOf Lengths"),
             *_names("core.key", "Key"),
             *_names(
-                "core.learning.batch_losses", "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence"
+                "core.learning.batch_losses",
+                "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence",
             ),
             *_names(
                 "core.tree", "tree map add sub zeros_like dot square_distance numel nbytes encode decode"
@@ -156,7 +155,10 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("config.experiment", "ExperimentConfig"),
             *_names("config.comparison", "plan_runs PlannedRun"),
             *_names("config.sections.tune_section", "TuneSettings"),
-            *_names("config.tuning", "Setting ValidationScore plan_tuning score_run choose_setting tuned_experiment"),
+            *_names(
+                "config.tuning",
+                "Setting ValidationScore plan_tuning score_run choose_setting tuned_experiment",
+            ),
             *_names("report.page", "write_report"),
             *_names("report.figures.gallery", "save_figures"),
             *_names("report.tables.comparison_tables", "comparison Comparison"),
