@@ -16,8 +16,7 @@ from fedlowrank.core.errors import CheckpointError
 from fedlowrank.results.records import RunRecord
 from fedlowrank.storage.lock import FolderInUseError, exclusive, identify_process, is_alive, read_holder
 from fedlowrank.storage.run_folder import RunFolder
-
-from .test_resume import end_of, lines, rounds_of, start, tiny, wait_for, write_experiment
+from rounds.test_resume import end_of, lines, rounds_of, start, tiny, wait_for, write_experiment
 
 
 def state(folder: Path) -> str:

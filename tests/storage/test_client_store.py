@@ -1,4 +1,4 @@
-"""A shelf is a dictionary that never changes, however little of it is in memory."""
+"""A client store is a dictionary that never changes, however little of it is in memory."""
 
 from __future__ import annotations
 
