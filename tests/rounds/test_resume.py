@@ -620,20 +620,6 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_lines(folder) == complete[:-1]
 
 
-@pytest.mark.full
-def test_records_that_are_not_compressed_are_read_and_gone_on_with(tmp_path: Path) -> None:
-    whole, old = (whole_run(tmp_path / name, **TINY) for name in ("whole", "old"))
-    (old / "metrics.jsonl").write_bytes(b"".join(read_lines(old)))
-    (old / METRICS).unlink()
-    rounds = TINY["rounds"] + 2
-    assert len(RunRecord.load(old).rounds) == TINY["rounds"] + 1
-    for folder in (whole, old):
-        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **{**TINY, "rounds": rounds})
-    found = [[r.untimed() for r in RunRecord.load(folder).rounds] for folder in (whole, old)]
-    assert found[0] == found[1]
-    assert len(found[0]) == rounds + 1
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rounds", [TINY["rounds"], 5])
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ from .thin_layers import (
 )
 
 Layout = Literal["small", "fast"]
-FORMATS = ("fedlowrank.deployed.2", "fedlowrank.deployed.1")
-"""Of a file: what is written, and what is read, too. The first form had no masks."""
+FORMAT = "fedlowrank.deployed.2"
+"""Of a file."""
 SPARSE = 4
 """Dense multiplications that cost as much as one of a sparse linear layer; 2 to 4 measured at batch 20."""
 
@@ -146,7 +146,7 @@ def save_deployed(deployed: nn.Module, path: Path | str) -> None:
     """
     layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, CompressedLayer)}
     body = {"layers": layers, "state": _state(deployed)}
-    write_atomically(Path(path), encode({"format": FORMATS[0], "sha256": _digest(body), "body": body}))
+    write_atomically(Path(path), encode({"format": FORMAT, "sha256": _digest(body), "body": body}))
 
 
 def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
@@ -168,8 +168,8 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
         layers, state, sound = body["layers"], body["state"], found["sha256"] == _digest(body)
     except (TreeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
-    if not sound or found["format"] not in FORMATS:
-        raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
+    if not sound or found["format"] != FORMAT:
+        raise CheckpointError(f"{path} is damaged, or not of the format {FORMAT}")
     with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
         made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
     merge_lora_(made)

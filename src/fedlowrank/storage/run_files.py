@@ -161,15 +161,11 @@ def encode_line(line: str) -> bytes:
 def read_lines(folder: Path) -> list[bytes]:
     """The lines of :data:`METRICS` in a run folder, without one that a killed process left incomplete.
 
-    Older runs have ``metrics.jsonl``, which is not compressed.
-
     Raises:
         OSError: if there is no such file, or it is damaged.
         zlib.error: likewise.
     """
     path, lines = folder / METRICS, []
-    if not path.exists():
-        return (folder / "metrics.jsonl").read_bytes().splitlines()
     # a member begins with this byte, and ends with it only after a line of 500 MB
     data = io.BytesIO(path.read_bytes().removesuffix(b"\x1f"))
     with gzip.open(data) as file, contextlib.suppress(EOFError):

@@ -40,7 +40,7 @@ from .state import State
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
-    "run.json", "clients.json", METRICS, "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
+    "run.json", "clients.json", METRICS, "status.json", "network.json", "lock", "checkpoint",
     LEDGER, "logging.json", "tensorboard",
 }  # fmt: skip
 

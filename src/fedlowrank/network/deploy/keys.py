@@ -73,8 +73,7 @@ class ServerKeys:
     def read(cls, folder: Path) -> ServerKeys:
         """Find the files in the folder ``server``.
 
-        Keys that have expired by the roster are left out. Without a roster, as in folders of earlier
-        releases, no key expires.
+        Keys that have expired by the roster are left out. Without a roster, no key expires.
 
         Raises:
             ConfigError: if one is missing or misnamed, others can read the folder or a private key in it, or the
@@ -127,7 +126,7 @@ class ClientKeys:
 
     @property
     def roster(self) -> Path:
-        """The roster beside the key; folders of earlier releases have none."""
+        """The roster beside the key, if there is one."""
         return self.key.with_name(ROSTER)
 
     @classmethod
