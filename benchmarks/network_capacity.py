@@ -79,13 +79,20 @@ def be_clients(address: str, base: Path, first: int, last: int, kind: str) -> No
     from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
 
     torch.set_num_threads(1)
-    app, one_at_a_time = flower.client if kind == "ours" else echo(), threading.Lock()
+    is_ours = kind == "ours"
+    app, one_at_a_time = flower.client if is_ours else echo(), threading.Lock()
 
     class AnyApp(PinnedApp):
         """Of the minimal app, too."""
 
         def refusal(self, run: Any) -> None:
             """Answer all messages."""
+
+    class OpenNode(Node):
+        """Of the minimal app, whose clients have no experiment that says how large an order is."""
+
+        def _max_bytes(self, kind: str) -> int:
+            return super()._max_bytes(kind) if is_ours else 1 << 20
 
     def answer(message: Any, context: Any) -> Any:
         with one_at_a_time:
@@ -95,7 +102,7 @@ def be_clients(address: str, base: Path, first: int, last: int, kind: str) -> No
         folder = base / "clients" / str(i)
         (folder / "flower").mkdir(parents=True, exist_ok=True)
         with http_request_response(address, True, None, None) as calls:
-            node = Node(Connection(*calls), answer, AnyApp("", ""), folder, folder / "flower")  # type: ignore[arg-type]
+            node = OpenNode(Connection(*calls), answer, AnyApp("", ""), folder, folder / "flower")  # type: ignore[arg-type]
             while True:
                 if not node.step():
                     time.sleep(1.0)
