@@ -182,7 +182,7 @@ def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(
     assert tree.numel(run.method.download(run.state.server, info)) == sum(
         p.numel() for p in w.values() if p.ndim == 1
     )
-    assert run.start().accuracy
+    assert run.start().is_evaluated
 
 
 def test_names_to_exclude_are_exact() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def as_line(row: dict) -> dict:
     ]
     columns += [
         {"name": "route", "series": str(cluster), "split": "", "values": list(shares)}
-        for cluster, shares in enumerate(zip(*(row.get("routes") or []), strict=True))
+        for cluster, shares in enumerate(itertools.zip_longest(*(row.get("routes") or [])))
     ]
     count = max((len(column["values"]) for column in columns), default=0)
     for column in columns:

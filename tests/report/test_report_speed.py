@@ -39,7 +39,7 @@ def counted(monkeypatch, module, name, key):
 def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
     runs = [long_run(make_run, method, seed) for method in ("a", "b") for seed in (0, 1)]
     read = counted(monkeypatch, records, "read_lines", lambda folder: folder)
-    appended = counted(monkeypatch, Measurements, "note_evaluation", id)
+    appended = counted(monkeypatch, Measurements, "append_clients", id)
     rows = counted(monkeypatch, tables, "comparison_row", lambda group: group.label)
     indices = counted(monkeypatch, measurements, "score_recovery", lambda routes: None)
     assert main(["report", *(str(run.folder) for run in runs), "-o", str(tmp_path / "r.html")]) == 0
