@@ -156,7 +156,7 @@ class Deployment:
 
         def watch(client: int, contribution: Any, t: int) -> None:
             if t >= len(lost) - last:
-                found.append(as_bytes(vector_of(contribution, grid)))
+                found.append(as_bytes(vector_of(contribution, grid, None)))
 
         self.plain(lost, watch)
         return found
