@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import importlib.util
 import json
@@ -54,7 +53,7 @@ def write_run(
     zero = [0.0] * CLIENTS
     for record, of in ((records[0], dict.fromkeys(tests, zero)), (records[-2], tests)):
         tables = {series: {"val": zero, "test": values} for series, values in of.items()}
-        record["measured"] = dataclasses.asdict(block_of({"accuracy": tables}))
+        record["measured"] = block_of({"accuracy": tables}).as_json()
     (run / "run.json").write_text(json.dumps(config))
     (run / "clients.json").write_text(json.dumps([{"id": i} for i in range(CLIENTS)]))
     (run / "status.json").write_text(

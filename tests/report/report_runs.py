@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from blocks import block_of
 from fedlowrank.report import render_terminal, write_report
 from fedlowrank.report.figures.style import make_styles
 from fedlowrank.report.findings import state_findings
@@ -131,26 +132,17 @@ def maker(parent: Path) -> MakeRun:
 
 def as_line(row: dict) -> dict:
     """A row of these tests as a line of the file, where all numbers of clients are columns of one block."""
-    tables = {"accuracy": row.get("accuracy"), "loss": row.get("risk"), **(row.get("metrics") or {})}
-    columns = [
-        {"name": name, "series": series, "split": split, "values": list(values)}
-        for name, of in tables.items()
-        for series, splits in (of or {}).items()
-        for split, values in splits.items()
-    ]
-    columns += [
-        {"name": "parameters", "series": series, "split": "", "values": list(values)}
-        for series, values in (row.get("parameters") or {}).items()
-    ]
-    columns += [
-        {"name": "route", "series": str(cluster), "split": "", "values": list(shares)}
-        for cluster, shares in enumerate(itertools.zip_longest(*(row.get("routes") or [])))
-    ]
-    count = max((len(column["values"]) for column in columns), default=0)
-    for column in columns:
-        column["values"] += [None] * (count - len(column["values"]))
     kept = {k: v for k, v in row.items() if k not in ("accuracy", "risk", "metrics", "routes", "parameters")}
-    return {**kept, "measured": {"clients": list(range(count)), "columns": columns} if columns else None}
+    tables = {
+        "accuracy": row.get("accuracy") or {},
+        "loss": row.get("risk") or {},
+        **(row.get("metrics") or {}),
+    }
+    tables["parameters"] = {series: {"": counts} for series, counts in (row.get("parameters") or {}).items()}
+    shares = itertools.zip_longest(*(row.get("routes") or []))
+    tables["route"] = {str(cluster): {"": of} for cluster, of in enumerate(shares)}
+    measured = block_of(tables)
+    return {**kept, "measured": measured.as_json() if measured.columns else None}
 
 
 def members(count: int) -> list[dict]:

@@ -194,11 +194,10 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
 
 
 def _validation(record: RoundRecord, apart: Collection[int], series: str | None) -> ValidationScore | None:
-    clients = [] if record.measured is None else record.measured.clients
     for name in (ACCURACY, LOSS):
         chosen = series if series in record.series(name) else None
-        values = zip(clients, record.values(name, "val", chosen), strict=False)
-        mean = mean_over_clients(v for client, v in values if client not in apart)
+        values = record.by_client(name, "val", chosen)
+        mean = mean_over_clients(v for client, v in values.items() if client not in apart)
         if mean is not None:
             return ValidationScore(mean, record.round, is_loss=name == LOSS)
     return None

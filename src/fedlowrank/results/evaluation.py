@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +94,7 @@ class Evaluator:
             )
 
         def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
-            return dataclasses.asdict(self._evaluate_block(block, model_of))
+            return self._evaluate_block(block, model_of).as_json()
 
         blocks = self._blocks(self.federation.infos if clients is None else clients)
         self._pools, self._former_pools = {}, self._pools

@@ -65,9 +65,13 @@ class Block:
     clients: list[int]
     columns: list[Column]
 
+    def as_json(self) -> dict[str, Any]:
+        """The block as values of JSON, which share its lists."""
+        return {"clients": self.clients, "columns": [vars(column) for column in self.columns]}
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The block of which ``dataclasses.asdict`` made this value."""
+        """Inverse of :meth:`as_json`."""
         return cls(list(value["clients"]), [Column(**column) for column in value["columns"]])
 
     @classmethod
@@ -95,11 +99,17 @@ class Block:
     def values(
         self, name: str = ACCURACY, split: str = "test", series: str | None = None
     ) -> list[float | None]:
-        """A number of each of the clients, by default of the headline; empty if nobody has it."""
+        """One column, a value for each client; by default of the headline series. Empty without such a column."""
         for column in self.columns:
             if (column.name, column.split) == (name, split) and series in (None, column.series):
                 return column.values
         return []
+
+    def by_client(
+        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+    ) -> dict[int, float | None]:
+        """One column as of :meth:`values`, by the client's identifier."""
+        return dict(zip(self.clients, self.values(name, split, series), strict=False))
 
 
 def as_row(values: Iterable[float | None]) -> Floats:
@@ -214,7 +224,7 @@ class Measurements:
         """Append what was measured of clients; those that are not in the block have no values."""
         self._evaluated[round] = block.clients
         for column in block.columns:
-            row = np.full(max([len(self._clients), *(i + 1 for i in block.clients[-1:])]), math.nan)
+            row = np.full(max([len(self._clients), *(i + 1 for i in block.clients)]), math.nan)
             row[block.clients] = as_row(column.values)
             self._of_clients.setdefault((column.name, column.series, column.split), {})[round] = row
 

@@ -32,6 +32,9 @@ from ..storage.run_files import (
 )
 from .measurements import ACCURACY, COSTS, LOSS, TRAINING_LOSS, Block, Measurements, mean_over_clients
 
+NO_RECORD = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
+"""What :meth:`RoundRecord.from_json` raises where a line is none of its own."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,11 +87,12 @@ class RoundRecord:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        measured = None if self.measured is None else self.measured.as_json()
+        return json.dumps({**vars(self), "measured": measured}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> RoundRecord:
-        """Read a line of :meth:`to_json`; raises LookupError, TypeError or ValueError if it is none."""
+        """Read a line of :meth:`to_json`; raises one of :data:`NO_RECORD` if it is none."""
         # a third of the time of json.loads
         fields = from_json(line)
         measured = fields.pop("measured", None)
@@ -114,9 +118,16 @@ class RoundRecord:
             series: which of the method's models; of a route, the cluster.
 
         Returns:
-            None for a client without such a number; an empty list if nobody has one, or without evaluation.
+            One value for each evaluated client, None where it is not defined; an empty list without evaluation or
+            without such a column.
         """
         return [] if self.measured is None else self.measured.values(name, split, series)
+
+    def by_client(
+        self, name: str = ACCURACY, split: str = "test", series: str | None = None
+    ) -> dict[int, float | None]:
+        """The numbers of :meth:`values` by the client's identifier."""
+        return {} if self.measured is None else self.measured.by_client(name, split, series)
 
     def validation(self) -> float | None:
         """Mean validation accuracy of the headline, of a regression minus its loss; None if not evaluated.
@@ -140,12 +151,8 @@ class RoundRecord:
             It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
             finite.
         """
-        if self.measured is None:
-            return None
-        apart, values = set(self.apart or ()), self.values(name, split)
-        return mean_over_clients(
-            v for i, v in zip(self.measured.clients, values, strict=False) if i not in apart
-        )
+        apart = set(self.apart or ())
+        return mean_over_clients(v for i, v in self.by_client(name, split).items() if i not in apart)
 
     def append_to(self, table: Measurements) -> None:
         """Append all numbers to the table of a run."""
@@ -201,13 +208,17 @@ class RunRecord:
             CheckpointError: if the folder or a file in it is missing, damaged or of another format.
         """
         config = read_config(folder)
+        if config.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
+            )
         clients = read_clients(folder)
         status = read_sealed(folder / STATUS)
         # before the records, for a run that goes on has its records before its checkpoint
         completed = completed_rounds(folder, status)
         try:
             rounds = [RoundRecord.from_json(line) for line in read_lines(folder)]
-        except (OSError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, zlib.error, *NO_RECORD) as error:
             raise CheckpointError(
                 f"{folder / METRICS} is missing or damaged: {error}. Restore it from a copy, or resume the run, "
                 "which keeps the rounds that can be read."
@@ -215,10 +226,6 @@ class RunRecord:
         numbers = [record.round for record in rounds]
         if numbers != sorted(set(numbers)):
             raise CheckpointError(f"{folder / METRICS} is damaged: its rounds are {numbers}, not ascending")
-        if config.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
-            )
         known = {record.round for record in rounds if not record.restored}
         missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
         return cls(folder, config, clients, rounds, actual_status(folder, status), missing)
@@ -253,12 +260,12 @@ def read_records(folder: Path, round: int) -> tuple[list[RoundRecord], list[int]
     damage = ""
     try:
         found = [RoundRecord.from_json(line) for line in read_lines(folder)]
-    except (OSError, zlib.error, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, zlib.error, *NO_RECORD) as error:
         damage, found = f": {error}", []
         with as_checkpoint_error(f"cannot read {folder / METRICS}"):
             lines = salvage_lines(folder)
         for line in lines:
-            with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError, RecursionError):
+            with contextlib.suppress(*NO_RECORD):
                 found.append(RoundRecord.from_json(line))
     by_round = {record.round: record for record in found if record.round <= round}
     missing = [t for t in range(round + 1) if t not in by_round]

@@ -32,23 +32,19 @@ from .digest import KEY, SEAL_AGAIN, digest_of, read_sealed, write_sealed
 from .lock import is_alive, read_holder
 
 FORMAT = 2
-
+"""Of a run folder."""
 
 CONFIG, CLIENTS, STATUS = "run.json", "clients.json", "status.json"
 """Names of the small files."""
 
-
 REPRESENTATIONS = "representations.safetensors"
 """Name of the file of test representations."""
-
 
 CLIENTS_DIGEST = "clients_digest"
 """Where ``run.json`` has the digest of ``clients.json``."""
 
-
 CHECKPOINTS = "checkpoint/*.checkpoint"
 """Files of a run folder whose name is the number of completed rounds."""
-
 
 LEDGER = "privacy.jsonl"
 """Name of the ledger of privacy in a run folder, and in a client's folder."""

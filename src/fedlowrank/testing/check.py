@@ -25,7 +25,6 @@ from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
 from ..engines.engine import ClientJob, Engine
 from ..linalg.matricize import sum_parts
-from ..results.measurements import ACCURACY
 from ..results.scoring import ScoringPool, measure
 from ..rounds.run import Run
 from ..rounds.run_settings import RunSettings
@@ -328,14 +327,8 @@ def _unseen(at: Trajectory) -> str | None:
     if not unseen and run.state.clients:
         return "every client took part; nothing was tested"
     found = run.evaluation()
-    never_seen = {i.id for i in unseen}
-    values = [
-        value
-        for column in (found.columns if found else [])
-        if found and (column.name, column.split) == (ACCURACY, "test")
-        for client, value in zip(found.clients, column.values, strict=True)
-        if client in never_seen
-    ]
+    tables = [found.by_client(series=series) for series in found.series()] if found else []
+    values = [table[i.id] for table in tables for i in unseen]
     return (
         None
         if all(v is not None and 0 <= v <= 1 for v in values)

@@ -68,8 +68,7 @@ def _validation(record: RoundRecord, first: RoundRecord) -> dict[int, float]:
     """What each client's model is worth on its validation examples: the more, the better."""
 
     def of_clients(record: RoundRecord, name: str) -> dict[int, float]:
-        clients = [] if record.measured is None else record.measured.clients
-        return {i: v for i, v in zip(clients, record.values(name, "val"), strict=False) if v is not None}
+        return {i: v for i, v in record.by_client(name, "val").items() if v is not None}
 
     if accuracy := of_clients(record, ACCURACY):
         return accuracy

@@ -79,13 +79,8 @@ class Result:
             )
         if split not in SPLITS:
             raise ConfigError(f"there is no split {split!r}. {did_you_mean(split, SPLITS)}")
-        row: list[float | None] = [None] * len(self.run.federation.infos)
-        if record.measured is not None:
-            for client, value in zip(
-                record.measured.clients, record.values(ACCURACY, split, series), strict=True
-            ):
-                row[client] = value
-        return row
+        found = record.by_client(ACCURACY, split, series)
+        return [found.get(info.id) for info in self.run.federation.infos]
 
     def mean_accuracy(
         self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
