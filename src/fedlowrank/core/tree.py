@@ -171,6 +171,11 @@ def map(f: Callable[..., Any], first: T, *rest: Any) -> T:
     return out
 
 
+def move(value: T, device: torch.device | str) -> T:
+    """The tree with every tensor on a device."""
+    return map(lambda t: t.to(device), value)
+
+
 def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) -> Any:
     if isinstance(first, Tensor):
         for other in rest:

@@ -193,7 +193,7 @@ def _results(pool: RayPool, waiting: deque[list[_Block]], device: Any) -> Genera
         for place, (header, payloads) in zip(block.places, _answers(pool, block, under_way), strict=True):
             result = decode_result(header, payloads)
             if device.type != "cpu":
-                state, upload = (tree.map(lambda t: t.to(device), v) for v in (result.state, result.upload))
+                state, upload = (tree.move(v, device) for v in (result.state, result.upload))
                 result = dataclasses.replace(result, state=state, upload=upload)
             found[place] = result
     waiting.popleft()

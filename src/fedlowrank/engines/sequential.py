@@ -41,5 +41,5 @@ class Wire(Sequential):
     name: ClassVar[str] = "wire"
 
     def boundary(self, value: Any) -> Any:
-        """The value as it comes out of its bytes."""
-        return tree.decode(tree.encode(value))
+        """The value as it comes out of its bytes, on the device on which it was."""
+        return tree.map(lambda t, before: t.to(before.device), tree.decode(tree.encode(value)), value)

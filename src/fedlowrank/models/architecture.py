@@ -202,6 +202,11 @@ class Architecture:
         return digest_frozen(self.module, self.buffers)
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are; the CPU if there are none."""
+        return next((p.device for p in self.initial.values()), torch.device("cpu"))
+
+    @property
     def is_standard(self) -> bool:
         """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
         return not self.running and is_standard(self.module)
@@ -271,10 +276,10 @@ class Architecture:
             whole, example = self.example_scores, self.example
             try:
                 # the same draws as in the probe, where the module draws in evaluation mode, too
-                with _PROBE.global_generators():
+                with _PROBE.global_generators(self.device):
                     r = self.represent(params, example)
                 other_head = {n: p + 1 for n, p in self.head_of(params).items() if p.is_floating_point()}
-                with _PROBE.global_generators():
+                with _PROBE.global_generators(self.device):
                     same = self._run(self._body, params | other_head, example)
                 parts = self.head(params, r)
             except (RuntimeError, TypeError) as error:
@@ -293,7 +298,7 @@ class Architecture:
 
         Afterwards the module has the buffers, attributes and modes of before.
         """
-        with unchanged(self.module), _PROBE.global_generators():
+        with unchanged(self.module), _PROBE.global_generators(self.device):
             return self.apply(self.initial | self._code.neutral(), x)
 
     @cached_property
@@ -323,7 +328,7 @@ class Architecture:
             n: p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
             for n, p in self.initial.items()
         }
-        with unchanged(self.module), _PROBE.global_generators(), torch.enable_grad():
+        with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
             for name, layer in self.module.named_modules():
                 # without the user's hooks, which count what they see
                 layer.__dict__.update({hooks: OrderedDict() for hooks in HOOKS})
@@ -344,7 +349,7 @@ class Architecture:
         leaves = {n: p.detach().requires_grad_() for n, p in self.initial.items()} | self._code.neutral()
         with torch.no_grad():
             found = self.probe(x)
-        with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators():
+        with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
                 return found, self.apply(leaves, x).requires_grad
@@ -355,14 +360,15 @@ class Architecture:
 
     def layer_with_single_value(self) -> str | None:
         """Name of the first batch normalization for which one example is one value of each channel."""
-        with unchanged(self.module), _PROBE.global_generators():
+        with unchanged(self.module), _PROBE.global_generators(self.device):
             return self._code.layer_with_single_value(self.initial, self.example)
 
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
 
         def again() -> nn.Module:
-            module = copy.deepcopy(self.module)
+            # drawn on the CPU, for all devices are to begin with the same numbers
+            module = copy.deepcopy(self.module).cpu()
             for layer in module.modules():
                 reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
                 if callable(reset):
@@ -370,7 +376,7 @@ class Architecture:
             return module
 
         return {
-            n: as_real(p.detach()).contiguous()
+            n: as_real(p.detach()).contiguous().to(self.initial[n].device)
             for n, p in build_module(again, key).named_parameters()
             if n in self.initial
         }

@@ -426,8 +426,8 @@ class ClientRuntime:
                 "--max-download)"
             )
         # booleans and small values take more memory than bytes of a message
-        down = tree.decode(payload, memory=2 * self.max_download)
-        state, method = memory.at(order.stamp), self.method
+        down = tree.move(tree.decode(payload, memory=2 * self.max_download), self.made.run.device)
+        state, method = tree.move(memory.at(order.stamp), self.made.run.device), self.method
         federation = self.federation
         task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
@@ -502,7 +502,9 @@ class ClientRuntime:
     def _mask(self, order: Order, upload: Any, down: Any, digest: str) -> bytes:
         """The masked contribution of an upload that was made from a download with that digest."""
         task, info = self.federation.task(self.made.run.rounds), self.federation.infos[self.client]
-        contribution = contribution_of(self.method, upload, down, info, self.method.server_init(task))
+        # on the CPU, as the server's arithmetic
+        server, upload, down = (tree.move(v, "cpu") for v in (self.method.server_init(task), upload, down))
+        contribution = contribution_of(self.method, upload, down, info, server)
         return self._participation.mask(
             order, lambda: vector_of(contribution, self._grid, self._own_noise), digest
         )
@@ -521,8 +523,9 @@ class ClientRuntime:
         """What the client's models are worth, as it may leave the site."""
         run, task = self.made.run, self.federation.task(self.made.run.rounds)
         metrics = choose_metrics(run.metrics, self.data.train, task.classes, task.loss)
-        info = self.federation.infos[self.client]
-        found = evaluate_client(here, info, self.data, metrics, task.loss)
+        # on the device of the models
+        info, data = self.federation.infos[self.client], self.federation.clients[self.client]
+        found = evaluate_client(here, info, data, metrics, task.loss)
         return coarsen(found, self.data) if self.site.evaluation == "rounded" else found
 
     @cached_property

@@ -81,6 +81,8 @@ class NetworkRun(Run):
                 "run.devices simulates slow and unavailable clients, and clients over a network have clocks "
                 "of their own; leave it out of an experiment that runs over a network"
             )
+        # the device of an experiment is where clients train
+        settings = dataclasses.replace(settings, device="cpu")
         super().__init__(method, federation, settings, engine, plan)
         engine.templates = Templates(self.method, self.task)
         engine.metrics = self.evaluator.metrics

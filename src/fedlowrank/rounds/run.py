@@ -157,13 +157,10 @@ class Run:
 
     def restore(self, state: State) -> None:
         """Go on from a saved state."""
-
-        def move(value: Any) -> Any:
-            return tree.map(lambda t: t.to(self.settings.device), value)
-
-        moved = LazyMapping(state.clients, lambda i: move(state.clients[i]))
-        clients = self.new_store() | (state.clients if self.settings.device == "cpu" else moved)
-        self.state = State(state.round, move(state.server), clients, dict(state.losses))
+        device = self.settings.device
+        moved = LazyMapping(state.clients, lambda i: tree.move(state.clients[i], device))
+        clients = self.new_store() | (state.clients if device == "cpu" else moved)
+        self.state = State(state.round, tree.move(state.server, device), clients, dict(state.losses))
 
     def new_store(self) -> ClientStore:
         """An empty one, as the settings want it."""

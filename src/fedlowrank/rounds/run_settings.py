@@ -39,7 +39,8 @@ class RunSettings(CheckedFields):
         engine: sequential; vectorized (clients of like shapes at once); processes (one a core); ray (one
             worker a core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every
             message through bytes); or flower (Flower's simulation, of an experiment file).
-        device: cpu, or cuda where torch finds one.
+        device: cpu, or cuda where torch finds one. Over a network it is where a client trains; the server computes
+            on the CPU.
         pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
             every step; data that are no images of at most 256 values a channel stay float32, and the run says
             so); or auto (bytes on a GPU where that can be, float32 on a CPU, which takes three times as long

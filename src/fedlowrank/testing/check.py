@@ -82,17 +82,18 @@ def small_federation(
     return Federation.from_arrays(data, models, classes=3, seed=seed, rank=[2] * clients)
 
 
-def check_method(method: AnyMethod) -> list[CheckFinding]:
+def check_method(method: AnyMethod, device: str = "cpu") -> list[CheckFinding]:
     """Test a method against the contract of :mod:`fedlowrank.core.contract.method`.
 
     Args:
         method: with settings under which it trains (learning rate not 0).
+        device: where all runs take place: cpu, or cuda, where states are compared to 1e-6 instead of bit for bit.
 
     Returns:
         One finding a check; a check that raises fails, with the error as its detail.
     """
     found = []
-    at = Trajectory(method)
+    at = Trajectory(method, device)
     for name, test in _CHECKS.items():
         try:
             detail = test(at)
@@ -125,20 +126,6 @@ ROUNDS = 3
 """Rounds that the runs of the checks plan."""
 
 
-def _start(method: AnyMethod, engine: Engine | None = None, total: int = ROUNDS, **settings: Any) -> Run:
-    """A run on a small federation before its first round."""
-    protocol = RunSettings(rounds=total, participation=0.8, **settings)
-    return _UnevaluatedRun(method, small_federation(method.heterogeneous), protocol, engine or Sequential())
-
-
-def go(method: AnyMethod, engine: Engine, rounds: int = 3, total: int = ROUNDS, **settings: Any) -> Run:
-    """The first few of ``total`` rounds on a small federation."""
-    run = _start(method, engine, total, **settings)
-    for _ in range(rounds):
-        run.step()
-    return run
-
-
 class Trajectory:
     """States of a method's sequential run, computed once for all checks.
 
@@ -146,17 +133,39 @@ class Trajectory:
 
     Args:
         method: what runs.
+        device: where.
     """
 
-    def __init__(self, method: AnyMethod) -> None:
+    def __init__(self, method: AnyMethod, device: str = "cpu") -> None:
         self.method = method
+        self.device = device
         self._run: Run | None = None
         self._known: list[bytes] = []
+
+    def start(
+        self,
+        engine: Engine | None = None,
+        total: int = ROUNDS,
+        on: Federation | None = None,
+        method: AnyMethod | None = None,
+        **settings: Any,
+    ) -> Run:
+        """A run before its first round, of the method and on a small federation unless others are given."""
+        settings = {"rounds": total, "participation": 0.8, "device": self.device} | settings
+        data = small_federation(self.method.heterogeneous) if on is None else on
+        return _UnevaluatedRun(method or self.method, data, RunSettings(**settings), engine or Sequential())
+
+    def go(self, engine: Engine, total: int = ROUNDS) -> Any:
+        """Server state and client states after three of ``total`` rounds with an engine."""
+        run = self.start(engine, total)
+        for _ in range(ROUNDS):
+            run.step()
+        return _states(run)
 
     def encoded(self, rounds: int) -> bytes:
         """Server state and client states after some rounds, as bytes."""
         if self._run is None:
-            self._run = _start(self.method)
+            self._run = self.start()
             self._known.append(tree.encode(_states(self._run)))
         while len(self._known) <= rounds:
             self._run.step()
@@ -170,13 +179,15 @@ class Trajectory:
     def run(self, rounds: int, **settings: Any) -> Run:
         """A run that goes on after some rounds."""
         server, clients = self.states(rounds)
-        run = _start(self.method, **settings)
+        run = self.start(**settings)
         run.restore(State(rounds, server, ClientStore() | {int(i): c for i, c in clients.items()}))
         return run
 
 
 def _states(run: Run) -> Any:
-    return run.state.server, {str(i): c for i, c in sorted(run.state.clients.items())}
+    """Server state and client states, on the CPU."""
+    states = run.state.server, {str(i): c for i, c in sorted(run.state.clients.items())}
+    return tree.map(lambda t: t.cpu(), states)
 
 
 def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
@@ -194,33 +205,36 @@ def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
     return None
 
 
-def _same(a: Any, b: Any) -> str | None:
+def _same(a: Any, b: Any, device: str = "cpu") -> str | None:
+    if device != "cpu":
+        # kernels of a GPU are chosen by the addresses of tensors, too
+        return _first_difference(a, b, 1e-6, 1e-9)
     return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
 
 
 def _wire(at: Trajectory) -> str | None:
-    return _same(at.states(3), _states(go(at.method, Wire())))
+    return _same(at.states(3), at.go(Wire()), at.device)
 
 
 def _vectorized(at: Trajectory) -> str | None:
-    return _first_difference(at.states(3), _states(go(at.method, Vectorized())), 1e-3, 1e-4)
+    return _first_difference(at.states(3), at.go(Vectorized()), 1e-3, 1e-4)
 
 
 def _resume(at: Trajectory) -> str | None:
     half = at.run(2)
-    again = _start(at.method)
+    again = at.start()
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), half.round, half.state.server, half.state.clients)
         again.restore(load(Path(folder)))
     again.step()
-    return _same(at.states(3), _states(again))
+    return _same(at.states(3), _states(again), at.device)
 
 
 def _extended(at: Trajectory) -> str | None:
     if at.method.uses_rounds:
         return None
     # a schedule over 3 rounds has come to its end where one over 40 has hardly begun
-    differs = _same(at.states(ROUNDS), _states(go(at.method, Sequential(), ROUNDS, 40)))
+    differs = _same(at.states(ROUNDS), at.go(Sequential(), 40), at.device)
     return (
         None
         if differs is None
@@ -229,7 +243,7 @@ def _extended(at: Trajectory) -> str | None:
 
 
 def _pure(at: Trajectory) -> str | None:
-    run = _start(at.method)
+    run = at.start()
     initial = tree.encode([a.initial for a in run.federation.architectures.values()])
     random = torch.get_rng_state()
     for _ in range(2):
@@ -277,9 +291,7 @@ def _still(at: Trajectory) -> str | None:
     }
     # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
     still = dataclasses.replace(method, **changed, **type(method).at_rest)
-    run = _UnevaluatedRun(
-        still, small_federation(method.heterogeneous), RunSettings(rounds=ROUNDS), Sequential()
-    )
+    run = at.start(method=still, participation=1.0)
     first = {i.id: run.personal(i) for i in run.federation.infos}
     run.step()
     for info in run.federation.infos:
@@ -296,7 +308,7 @@ def _learns(at: Trajectory) -> str | None:
             method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8
         )
     on = small_federation(method.heterogeneous, scale=8, shift=0)
-    run = _UnevaluatedRun(faster, on, RunSettings(rounds=30), Sequential())
+    run = at.start(method=faster, on=on, rounds=30, participation=1.0)
     before = after = _mean_accuracy(run)
     while run.round < 30 and after <= before + 0.1:
         for _ in range(3):
@@ -393,7 +405,7 @@ def _refuses(at: Trajectory) -> str | None:
     if at.method.heterogeneous:
         return None
     try:
-        Run(at.method, small_federation(True), RunSettings(rounds=1), Sequential())
+        at.start(on=small_federation(True))
     except TaskError:
         return None
     return "a federation of unequal models is accepted; use task.common_model, or set heterogeneous = True"
