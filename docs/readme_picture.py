@@ -13,8 +13,7 @@ import torch
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from fedlowrank import SGD, Federation, methods, simulate
-from fedlowrank.adapters.mixtures.router import Router
+from fedlowrank import SGD, Federation, Router, methods, simulate
 
 matplotlib.use("svg")
 

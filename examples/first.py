@@ -3,8 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 
-from fedlowrank import SGD, Federation, methods, simulate
-from fedlowrank.adapters.mixtures.router import Router
+from fedlowrank import SGD, Federation, Router, methods, simulate
 
 x, y = load_digits(return_X_y=True)
 # a client of group g = k mod 4 calls the digit d by the label d + g

@@ -14,6 +14,7 @@ from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .adapters.mixtures.floral_module import Floral
+    from .adapters.mixtures.router import Router
     from .core.contract.client_model import ClientModel
     from .core.contract.contribution import Each, Mean, Sum
     from .core.contract.method import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "adapters.mixtures.floral_module": "Floral",
+    "adapters.mixtures.router": "Router",
     "core.contract.client_model": "ClientModel",
     "core.contract.contribution": "Each, Mean, Sum",
     "core.errors": "FedlowrankError",
@@ -111,6 +113,7 @@ __all__ = [
     "ProximalTerm",
     "Result",
     "Robust",
+    "Router",
     "RunSettings",
     "Schedule",
     "SecureSums",

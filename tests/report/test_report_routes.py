@@ -25,8 +25,7 @@ from fedlowrank.report import comparison, write_report
 from fedlowrank.report.figures import cluster_figures
 from fedlowrank.report.figures.gallery import draw_all, save_figures
 from fedlowrank.report.figures.style import to_svg
-from fedlowrank.report.sentences import collapse_warnings, find_warnings
-from fedlowrank.report.statistics.frame import find_collapse
+from fedlowrank.report.sentences import collapse_warnings, find_collapse, find_warnings
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from fedlowrank.results.measurements import score_recovery

@@ -29,6 +29,8 @@ Params = dict[str, Tensor]
 """Parameters of a model by their names, as ``nn.Module.named_parameters`` spells them."""
 
 _CLASSES: dict[str, type[Any]] = {}
+_FIELDS: dict[type[Any], tuple[str, ...]] = {}
+"""Names of the fields by class; ``dataclasses.fields`` at each node takes a tenth of a round of small models."""
 _DAMAGE = (
     ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ArithmeticError,
     AssertionError, safetensors.SafetensorError, FedlowrankError,
@@ -61,7 +63,10 @@ def tree(cls: type[T]) -> type[T]:
 
 def register(cls: type[Any]) -> None:
     """Decode and encode a class that :func:`tree` made in another process."""
+    # a class of the same name that is defined again, in a notebook say, takes the place of the former one
+    _FIELDS.pop(_CLASSES.get(_name(cls), cls), None)
     _CLASSES[_name(cls)] = cls
+    _FIELDS[cls] = tuple(f.name for f in dataclasses.fields(cls))
 
 
 def tree_classes(module: str) -> tuple[type[Any], ...]:
@@ -92,8 +97,8 @@ def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
         return list(value.items())
     if type(value) in (list, tuple):
         return [(str(i), child) for i, child in enumerate(value)]
-    if _CLASSES.get(_name(type(value))) is type(value):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    if (names := _FIELDS.get(type(value))) is not None:
+        return [(name, getattr(value, name)) for name in names]
     hint = "; decorate its class with @fedlowrank.core.tree.tree" if dataclasses.is_dataclass(value) else ""
     raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
 

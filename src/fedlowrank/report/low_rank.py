@@ -15,7 +15,6 @@ import pandas as pd
 
 from ..results.measurements import TRAINING_LOSS
 from ..results.records import RunRecord
-from .statistics.frame import section
 from .statistics.groups import (
     RunGroup,
     by_experiment,
@@ -40,7 +39,7 @@ def has_adapters(groups: Sequence[RunGroup]) -> bool:
     """Whether any run has adapters, a language model, or clients with ranks of their own."""
     runs = [run.record for group in groups for run in group.runs]
     named = ("lora", "language")
-    return any(any(section(run.config, name) for name in named) or recorded_ranks(run) for run in runs)
+    return any(any(run.section(name) for name in named) or recorded_ranks(run) for run in runs)
 
 
 def rank_measure(groups: Sequence[RunGroup]) -> Measure:

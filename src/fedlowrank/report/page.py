@@ -19,7 +19,6 @@ from .figures.gallery import draw_all, method_styles
 from .figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from .findings import state_headline
 from .sentences import count, describe_setting, find_warnings, warn_of_mixture
-from .statistics.frame import section
 from .statistics.groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
 from .tables.comparison_tables import Comparison, compare_groups, comparison_markdown, to_csv
 from .tables.number_formats import on_one_line
@@ -109,9 +108,9 @@ def render_page(
 
 def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
-    groups, config = table.groups, table.groups[0].first.config
+    groups, first = table.groups, table.groups[0].first
     name = groups[0].experiment
-    shared = {part: section(config, part) for part in SECTIONS}
+    shared = {part: first.section(part) for part in SECTIONS}
     # Markup: the drawings are XML with all text escaped.
     drawn = [
         (
@@ -126,8 +125,8 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     return {
         "anchor": prefix,
         "name": name,
-        "title": on_one_line(config.get("title") or name),
-        "paper": on_one_line(config.get("paper") or ""),
+        "title": on_one_line(first.config.get("title") or name),
+        "paper": on_one_line(first.config.get("paper") or ""),
         "setting": describe_setting(groups),
         "card": state_headline([family for family in table.families if family.experiment == name]),
         "finding": findings[0],
@@ -159,14 +158,13 @@ def card_widths(count: int) -> list[str]:
 
 def _method_settings(group: RunGroup) -> tuple[str, str, list[tuple[str, str]]]:
     """Label, citation and settings of a method."""
-    method = section(group.first.config, "method")
-    rows = [*section(method, "fields").items(), *group.vary]
+    rows = [*group.first.section("method", "fields").items(), *group.vary]
     texts = [(on_one_line(name), value_text(value)) for name, value in rows]
-    return group.label, on_one_line(method.get("citation") or ""), texts
+    return group.label, on_one_line(group.first.section("method").get("citation") or ""), texts
 
 
 def _format_versions(run: RunRecord) -> str:
-    versions = sorted(section(run.config, "versions").items())
+    versions = sorted(run.section("versions").items())
     return (
         ", ".join(f"{on_one_line(name)} {on_one_line(version)}" for name, version in versions)
         or "not recorded"

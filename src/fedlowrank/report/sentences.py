@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ..results.measurements import Floats
 from ..results.records import RunRecord
 from .low_rank import format_ranks
-from .statistics.frame import find_collapse, section, true_clusters
 from .statistics.groups import SECTIONS, RunGroup, last_part, seed_of, settings_of, value_text
 from .statistics.measures import ACCURACY, LOSS
 from .tables.number_formats import format_percent, on_one_line
@@ -25,7 +27,7 @@ _SAMPLING = {
 def describe_setting(groups: Sequence[RunGroup]) -> str:
     """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
     run = groups[0].first
-    parts = {name: section(run.config, name) for name in SECTIONS}
+    parts = {name: run.section(name) for name in SECTIONS}
     sizes = [sum(int(row.get(split) or 0) for row in run.clients) for split in ("train", "val", "test")]
     found = [
         f"Data: {_describe(parts['data'], ('name', 'kind')) or 'not named'}.",
@@ -47,10 +49,10 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
     models = Counter(on_one_line(row.get("architecture", "unnamed")) for row in run.clients)
     names = ", ".join(f"{name}\u00a0×\u00a0{n}" if n > 1 else name for name, n in models.items())
     found.append(f"Models: {names or 'not named'}.")
-    if language := section(run.config, "language"):
+    if language := run.section("language"):
         found.append(f"Language model: {_describe(language, ('path',))}.")
     # The ranks of the clients follow in words.
-    if lora := {key: value for key, value in section(run.config, "lora").items() if key != "ranks"}:
+    if lora := {key: value for key, value in run.section("lora").items() if key != "ranks"}:
         found.append(f"LoRA: {_describe(lora)}.")
     if ranks := format_ranks(run):
         found.append(f"Ranks of the clients: {ranks}.")
@@ -127,7 +129,7 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
             where = ", ".join(f"seed {seed}: cluster {cluster}" for seed, *_, cluster in found)
             # Methods that choose clusters by their losses have no router that could learn more slowly.
             advice = "another seed, for the clusters then start from other values"
-            if section(section(section(group.first.config, "method"), "fields"), "router"):
+            if group.first.section("method", "fields", "router"):
                 advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
                 advice += "(router.noise), or another seed"
             warnings.append(
@@ -138,16 +140,31 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
     return warnings
 
 
+def find_collapse(routes: Floats) -> int | None:
+    """The one cluster that has the largest share at every client with finite shares ``[clients, clusters]``.
+
+    None if clients differ or have no single largest share, and where there is no choice: one cluster, or
+    fewer than two clients.
+    """
+    finite = routes[np.isfinite(routes).all(axis=1)]
+    if len(finite) < 2 or finite.shape[1] < 2:
+        return None
+    # Before training all shares are equal and choose no cluster, though argmax would name the first.
+    is_single = (finite == finite.max(axis=1, keepdims=True)).sum(axis=1) == 1
+    chosen = set(finite.argmax(axis=1).tolist())
+    return chosen.pop() if is_single.all() and len(chosen) == 1 else None
+
+
 def _collapse(run: RunRecord) -> tuple[int, int, int, int] | None:
     """Round, clusters, clients and the cluster that all of them chose in the end, unless that is right."""
     rounds = run.measurements.routes()
     if not rounds:
         return None
     at, routes = max(rounds.items())
-    cluster, truth = find_collapse(routes), true_clusters(run, len(routes))
+    cluster, truth = find_collapse(routes), run.measurements.true_clusters(len(routes))
     is_right = truth[0] is not None and len(set(truth)) == 1
     # A router that is given the true cluster does not choose.
-    router = section(section(section(run.config, "method"), "fields"), "router")
+    router = run.section("method", "fields", "router")
     if cluster is None or is_right or router.get("routing") == "optimal":
         return None
     return at, routes.shape[1], len(routes), cluster

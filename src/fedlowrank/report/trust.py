@@ -10,7 +10,6 @@ import pandas as pd
 
 from ..results.records import RunRecord
 from ..rounds.participation.participants import round_half_up
-from .statistics.frame import section
 from .statistics.groups import RunGroup
 from .statistics.measures import MEASURES
 from .statistics.run_statistics import RunStatistics, curve_over_seeds, estimate
@@ -29,9 +28,8 @@ COUNTING = ("trimmed_mean", "krum", "multi_krum")  # rules that count on a share
 
 def describe_trust(run: RunRecord) -> list[str]:
     """Sentences on protection of updates, their rule and the attack; none by default."""
-    settings = section(run.config, "run")
     tables = ("compression", "clipping", "privacy", "robust", "attack", "secure")
-    compression, clipping, privacy, robust, attack, secure = (section(settings, name) for name in tables)
+    compression, clipping, privacy, robust, attack, secure = (run.section("run", name) for name in tables)
     found = []
     if uplink := compression.get("uplink"):
         feedback = ", with error feedback" if compression.get("error_feedback") else ""
@@ -77,11 +75,11 @@ def is_replacing(run: RunRecord) -> bool:
 
     See :attr:`fedlowrank.trust.privacy.accounting.Sampling.relation`; under local privacy it is always so.
     """
-    settings = section(run.config, "run")
+    settings = run.section("run")
     seen = len(run.clients) - len(run.measurements.flagged("unseen"))
     drawn = max(1, round_half_up(settings.get("participation", 1.0) * seen))
     is_fixed = settings.get("sampling") != "poisson" and drawn < seen
-    return section(settings, "privacy").get("kind") == "local" or is_fixed
+    return run.section("run", "privacy").get("kind") == "local" or is_fixed
 
 
 def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:

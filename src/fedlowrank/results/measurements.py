@@ -349,11 +349,16 @@ class Measurements:
         rounds = {t: np.stack([table[t] for table in tables], axis=1) for t in tables[0]}
         return {t: shares for t, shares in rounds.items() if not np.isnan(shares).any()}
 
+    def true_clusters(self, clients: int) -> list[int | None]:
+        """The true cluster of each of so many clients; None if it is unknown."""
+        known = self.column("cluster")
+        return [known.get(i) for i in range(clients)]
+
     def recovery(self) -> dict[int, float]:
         """Cluster recovery over the clients that can train, by round; empty if fewer than two true clusters are known."""
-        rounds, unseen, known = self.routes(), self.flagged("unseen"), self.column("cluster")
-        width = len(next(iter(rounds.values()), ()))
-        truth = [None if i in unseen else known.get(i) for i in range(width)]
+        rounds, unseen = self.routes(), self.flagged("unseen")
+        known = self.true_clusters(len(next(iter(rounds.values()), ())))
+        truth = [None if i in unseen else cluster for i, cluster in enumerate(known)]
         if len(set(truth) - {None}) < 2:
             return {}
         # choices rarely change from round to round, and one index takes longer than all the rest

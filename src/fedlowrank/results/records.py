@@ -230,6 +230,13 @@ class RunRecord:
         missing = tuple(t for t in range(max([completed, *numbers[-1:]]) + 1) if t not in known)
         return cls(folder, config, clients, rounds, actual_status(folder, status), missing)
 
+    def section(self, *names: str) -> dict[str, Any]:
+        """A section of ``run.json``, or one within it; empty if it is missing or null."""
+        value: Any = self.config
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else {}
+
     @cached_property
     def measurements(self) -> Measurements:
         """All that was measured, as one table."""

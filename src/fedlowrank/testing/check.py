@@ -151,9 +151,9 @@ class Trajectory:
         **settings: Any,
     ) -> Run:
         """A run before its first round, of the method and on a small federation unless others are given."""
-        settings = {"rounds": total, "participation": 0.8, "device": self.device} | settings
+        given: dict[str, Any] = {"rounds": total, "participation": 0.8, "device": self.device, **settings}
         data = small_federation(self.method.heterogeneous) if on is None else on
-        return _UnevaluatedRun(method or self.method, data, RunSettings(**settings), engine or Sequential())
+        return _UnevaluatedRun(method or self.method, data, RunSettings(**given), engine or Sequential())
 
     def go(self, engine: Engine, total: int = ROUNDS) -> Any:
         """Server state and client states after three of ``total`` rounds with an engine."""

@@ -12,7 +12,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from ..statistics.frame import Floats, true_clusters
+from ...results.measurements import Floats
 from ..statistics.groups import RunGroup, seed_of
 from ..tables.number_formats import on_one_line
 from . import chart
@@ -71,7 +71,7 @@ def _plot_routes(group: RunGroup) -> Picture | None:
     wanted = np.linspace(known[0], known[-1], PANELS) if len(known) > PANELS else np.array(known)
     shown = sorted({min(known, key=lambda at: (abs(at - want), at)) for want in wanted.tolist()})
     clients, clusters = last.shape
-    truth = true_clusters(run, clients)
+    truth = run.measurements.true_clusters(clients)
     order = sorted(range(clients), key=lambda i: (truth[i] is None, truth[i] or 0, i))
     most = min(clients, CLIENTS, max(FEWEST, CELLS // (clusters * len(shown))))
     rows = [order[i] for i in chart.space_evenly(clients, most)]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from ..statistics.frame import section
 from ..statistics.groups import RunGroup, measure_of
 from ..trust import clipping_curve, is_replacing, privacy_curve
 from . import chart
@@ -88,7 +87,7 @@ def _describe_privacy(groups: Sequence[RunGroup]) -> str:
     """Kinds, δ and relations of private runs: ε of different ones must not be compared."""
     texts: dict[str, list[str]] = {}
     for group in groups:
-        privacy = section(section(group.first.config, "run"), "privacy")
+        privacy = group.first.section("run", "privacy")
         of = (
             "the client that sent most"
             if privacy.get("kind") == "local"

@@ -16,7 +16,6 @@ from ...core.errors import ConfigError
 from ...results.records import RunRecord
 from ...rounds.run_settings import RunSettings
 from ..tables.number_formats import on_one_line
-from .frame import section
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
 from .modes import find_modes
 from .run_statistics import ROUNDING, Estimate, RunStatistics, curve_over_seeds, estimate
@@ -151,7 +150,7 @@ RESULTS = [
 
 def predicts_tokens(run: RunRecord) -> bool:
     """Whether the models of a run are language models that predict tokens, and not classes."""
-    return bool(section(run.config, "language")) and not run.config.get("classes")
+    return bool(run.section("language")) and not run.config.get("classes")
 
 
 def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:
@@ -229,7 +228,7 @@ def chance_level(run: RunRecord) -> float:
     if predicts_tokens(run) or not run.config.get("classes"):
         return 0.0
     guess, unseen = 1 / len(run.config["classes"]), run.measurements.flagged("unseen")
-    rows = [section(row, "classes").get("test") for row in run.clients if row.get("id") not in unseen]
+    rows = [(row.get("classes") or {}).get("test") for row in run.clients if row.get("id") not in unseen]
     shares = [np.array(counts) / sum(counts) for counts in rows if counts and sum(counts)]
     if len({len(one) for one in shares}) != 1:
         return guess
@@ -338,9 +337,9 @@ def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
     experiments = list(dict.fromkeys(map(experiment_name, runs)))
 
     def place(run: RunRecord) -> tuple[int, int, float]:
-        compared = section(run.config, "experiment").get("compare")
+        compared = run.section("experiment").get("compare")
         methods = compared if isinstance(compared, list) else []
-        name, seed = method_name(run), section(run.config, "run").get("seed")
+        name, seed = method_name(run), run.section("run").get("seed")
         return (
             experiments.index(experiment_name(run)),
             methods.index(name) if name in methods else len(methods),
@@ -357,17 +356,17 @@ def experiment_name(run: RunRecord) -> str:
 
 def method_name(run: RunRecord) -> str:
     """Name of the run's method, as the reference numbers call it."""
-    return on_one_line(section(run.config, "method").get("name") or "unnamed")
+    return on_one_line(run.section("method").get("name") or "unnamed")
 
 
 def method_title(run: RunRecord) -> str:
     """Title of the run's method, for people."""
-    return on_one_line(section(run.config, "method").get("title") or method_name(run))
+    return on_one_line(run.section("method").get("title") or method_name(run))
 
 
 def seed_of(run: RunRecord) -> str:
     """The run's seed as text."""
-    return on_one_line(section(run.config, "run").get("seed", "?"))
+    return on_one_line(run.section("run").get("seed", "?"))
 
 
 def settings_of(run: RunRecord) -> dict[str, str]:
@@ -375,9 +374,9 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     found: dict[str, str] = {}
     # Settings that a run from before them does not record, so that old and new runs form one group.
     _flatten("run", asdict(RunSettings()), found)
-    _flatten("method", section(section(run.config, "method"), "fields"), found)
+    _flatten("method", run.section("method", "fields"), found)
     for name in SECTIONS:
-        _flatten(name, section(run.config, name), found)
+        _flatten(name, run.section(name), found)
     return {key: value for key, value in found.items() if last_part(key) not in _NOT_SETTINGS}
 
 
@@ -391,7 +390,7 @@ def _flatten(prefix: str, value: object, into: dict[str, str]) -> None:
 
 def varied_settings(run: RunRecord) -> tuple[tuple[str, Any], ...]:
     """The varied settings of a run; seeds are not settings."""
-    vary = section(run.config, "vary")
+    vary = run.section("vary")
     return tuple(
         (on_one_line(key), value) for key, value in vary.items() if last_part(key) not in _NOT_SETTINGS
     )

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...results.records import RunRecord
-from .frame import section, true_clusters
 
 LEAST_GAP = 0.1  # between the two groups of seeds: ten points of accuracy
 GAP_TO_SPREAD = 5.0  # least ratio of that gap to the range within either group
@@ -72,12 +71,12 @@ def finds_all_groups(run: RunRecord) -> bool | None:
     """
     rounds = run.measurements.routes()
     # a router that is given the true cluster does not choose
-    router = section(section(section(run.config, "method"), "fields"), "router")
+    router = run.section("method", "fields", "router")
     if not rounds or router.get("routing") == "optimal":
         return None
     routes, unseen = rounds[max(rounds)], run.measurements.flagged("unseen")
     chosen: dict[int, list[int]] = {}
-    for client, cluster in enumerate(true_clusters(run, len(routes))):
+    for client, cluster in enumerate(run.measurements.true_clusters(len(routes))):
         if cluster is not None and client not in unseen:
             share = routes[client]
             is_single = np.isfinite(share).all() and (share == share.max()).sum() == 1

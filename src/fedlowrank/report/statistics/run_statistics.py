@@ -21,7 +21,6 @@ from scipy.special import stdtrit
 from ...results.measurements import COSTS, Measurements, Who, mean_over_clients
 from ...results.records import RoundRecord, RunRecord, describe_missing
 from ..tables.number_formats import on_one_line
-from .frame import section
 from .measures import ACCURACY, MEASURES, Measure
 from .modes import Modes, finds_all_groups
 
@@ -264,7 +263,7 @@ class RunStatistics:
     @property
     def own_target(self) -> float | None:
         """The target accuracy in the run's configuration, in (0, 1], or None."""
-        value = section(self.record.config, "run").get("target")
+        value = self.record.section("run").get("target")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         return float(value) if 0 < value <= 1 else None

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...results.measurements import COSTS
+from ...results.records import RunRecord
 from ..low_rank import adapter_row, last_ranks, model_size
-from ..statistics.frame import section
 from ..statistics.groups import RunGroup, seed_of
 from ..statistics.measures import ACCURACY, LOSS, MEASURES, Measure
 from ..trust import trust_row
@@ -29,7 +29,7 @@ def comparison_row(group: RunGroup) -> Row:
     of the first seed's configuration. Costs "to target" are given only if every evaluated seed reached it: a
     mean over those that did would favor a method that often fails.
     """
-    runs, results, reference = group.runs, group.results(), section(group.first.config, "reference")
+    runs, results, first = group.runs, group.results(), group.first
     n = len(results)
     row: Row = {
         "experiment": group.experiment,
@@ -80,13 +80,15 @@ def comparison_row(group: RunGroup) -> Row:
         **_model_size(group, group.headline, ""),
     }
     ranks = last_ranks(group)
-    known = any(section(reference, name) for name in ("accuracy", "communication", "parameters", "score"))
+    known = any(
+        first.section("reference", name) for name in ("accuracy", "communication", "parameters", "score")
+    )
     status = [f"seed {seed_of(run.record)}: " * (len(runs) > 1) + run.status for run in runs if run.status]
     row |= {
         "ranks_last": json.dumps(ranks) if ranks else None,
-        "reference": _reference_source(reference) if known else None,
+        "reference": _reference_source(first) if known else None,
         **_reference(group, group.headline, row["accuracy_last"], ""),
-        "reference_communication_gb": _number(section(reference, "communication").get(group.method)),
+        "reference_communication_gb": _number(first.section("reference", "communication").get(group.method)),
         "status": "; ".join(status) or None,
     }
     for name in group.series:
@@ -125,13 +127,15 @@ def _results(group: RunGroup, measure: Measure) -> Row:
 
 def _further_series(group: RunGroup, name: str, end: str) -> Row:
     """Columns of a series other than the headline, only those that it has."""
-    reference = section(group.first.config, "reference")
     accuracy, loss = group.final(name, ACCURACY), group.final(name, LOSS)
     row: Row = {f"series{end}": accuracy.mean if accuracy else None}
     if loss:
         row[f"loss_series{end}"] = loss.mean
     row |= {key: value for key, value in _model_size(group, name, end).items() if value is not None}
-    if any(f"{group.method}.{name}" in section(reference, kind) for kind in ("accuracy", "parameters")):
+    if any(
+        f"{group.method}.{name}" in group.first.section("reference", kind)
+        for kind in ("accuracy", "parameters")
+    ):
         row |= _reference(group, name, row[f"series{end}"], end)
     return row
 
@@ -142,9 +146,10 @@ def _model_size(group: RunGroup, series: str | None, end: str) -> Row:
     return {f"parameters_model{end}": mean, f"parameters_model_std{end}": std}
 
 
-def _reference_source(reference: Mapping[str, Any]) -> str:
+def _reference_source(run: RunRecord) -> str:
     """Where the paper's numbers are from, with those that no column can be compared with."""
-    label, scores = on_one_line(reference.get("label") or "the paper"), section(reference, "score")
+    reference, scores = run.section("reference"), run.section("reference", "score")
+    label = on_one_line(reference.get("label") or "the paper")
     numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
     known = [f"{on_one_line(name)} {value:g}" for name, value in numbers.items()]
     metric = on_one_line(reference.get("metric") or "score")
@@ -153,10 +158,9 @@ def _reference_source(reference: Mapping[str, Any]) -> str:
 
 def _reference(group: RunGroup, series: str | None, ours: float | None, end: str) -> Row:
     """The paper's numbers for a series, and how far ours is from its accuracy."""
-    reference = section(group.first.config, "reference")
     keys = [f"{group.method}.{series}"] if end else [group.method, f"{group.method}.{series}"]
     accuracy, parameters = (
-        [known[key] for key in keys if key in (known := section(reference, name))]
+        [known[key] for key in keys if key in (known := group.first.section("reference", name))]
         for name in ("accuracy", "parameters")
     )
     value = _number(accuracy[0]) if accuracy else None

@@ -10,7 +10,6 @@ import pandas as pd
 from ...core.io.atomic_files import as_checkpoint_error, write_atomically
 from ...results.frames import ALL, KEYS, client_frame
 from ...results.records import RunRecord
-from ..statistics.frame import section
 
 COLUMNS = ("run", "method", "seed", "round", "client", "client_name", "series", "split", "metric", "value")
 
@@ -31,7 +30,7 @@ def list_values(record: RunRecord) -> pd.DataFrame:
     found = table.melt(id_vars=keys, value_vars=names, var_name="metric", value_name="value").dropna(
         subset="value"
     )
-    method, seed = section(record.config, "method").get("name"), section(record.config, "run").get("seed")
+    method, seed = record.section("method").get("name"), record.section("run").get("seed")
     return found.assign(run=str(record.folder), method=method, seed=seed)[list(COLUMNS)]
 
 
