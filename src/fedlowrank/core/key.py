@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ class Key:
     def generator(self) -> torch.Generator:
         """A fresh CPU generator of torch; draw on the CPU and move, so all devices see the same numbers."""
         return torch.Generator().manual_seed(self.seed())
+
+    def draw(self, f: Callable[[torch.Generator, int], Tensor], count: int) -> Tensor:
+        """``f(generator, count)`` of a fresh CPU generator: what an engine can draw for many clients at once.
+
+        Args:
+            f: draws a tensor with ``count`` rows.
+            count: how many rows.
+        """
+        return f(self.generator(), count)
 
     def numpy(self) -> np.random.Generator:
         """A fresh generator of numpy."""

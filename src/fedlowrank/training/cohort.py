@@ -8,7 +8,7 @@ what the functions compute for one. What has no rule, or gives another result th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core import tree
-from ..core.contract.method import Batch, KeptState, ProximalTerm, Request
-from ..core.learning.optimizer import OptimizerState
+from ..core.contract.method import Batch, Request
 from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from .feed import BufferPool, Feed, flat
-from .kept_optimizers import slot_like
 from .stacked import Stacked, UnsupportedError, stack, without_rows
 from .steps import Work, refill, tensors_like
 from .trainer import LocalTrainer
@@ -30,30 +28,15 @@ class Stack(Work):
     """The work of clients whose requests are equal but for their tensors.
 
     Args:
-        requests: one a client.
+        whole: the request of all; its tensors have a leading axis of the clients ``[K, ...]`` and may be changed.
         round: counted from 0.
         compare: whether the functions are evaluated for single clients, too, in the first step, and their
             results compared.
         steps: of the pass, where a schedule within it depends on them.
     """
 
-    def __init__(self, requests: Sequence[Request], round: int, compare: bool = True, steps: int = 1) -> None:
-        first = requests[0]
+    def __init__(self, whole: Request, round: int, compare: bool = True, steps: int = 1) -> None:
         self._compare = compare
-        term = None
-        if first.proximal_term is not None:
-            center, linear = (
-                stack_trees(zero_padded([getattr(r.proximal_term, n) for r in requests], first.padded.start))
-                for n in ("center", "linear")
-            )
-            term = ProximalTerm(first.proximal_term.strength, center, linear)
-        start = stack_trees(zero_padded([r.start for r in requests], first.padded.start))
-        self._requests, self._states = requests, list[OptimizerState]()
-        constants = stack_trees(zero_padded([r.constants for r in requests], first.padded.constants))
-        whole = Request(
-            first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term,
-            kept=_stacked_state(requests),
-        )  # fmt: skip
         # a stack is a copy already
         super().__init__(whole, round, steps, copy=False)
         self._all = self.params, self.constants, self.center, self.linear
@@ -76,7 +59,6 @@ class Stack(Work):
 
     def narrow(self, clients: int) -> None:
         """Go on with the first clients alone; their parameters are leaves that share the memory of all."""
-        self._leave(clients)
         params, constants, center, linear = self._all
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
@@ -86,29 +68,6 @@ class Stack(Work):
         )
         self.memory = [[None if m is None else m[:clients] for m in ms] for ms in self.memory]
         self._stack()
-
-    def _leave(self, clients: int) -> None:
-        """Note the optimizer states of all but the first clients, which take no further step."""
-        if self.request.kept is None:
-            return
-        taken = [self.request.optimizer.count_kept(n) for n in self.taken]
-        left = self._requests[clients : len(self._requests) - len(self._states)]
-        states = []
-        for k, request in enumerate(left, clients):
-            rows = [[None if m is None else m[k] for m in ms] for ms in self.memory]
-            # of padded dimensions, what is the client's
-            shapes = [tuple(map(slice, t.shape)) for t in tree.tensors(request.start)]
-            own = [[None if m is None else m[s] for m, s in zip(ms, shapes, strict=True)] for ms in rows]
-            slots = [tree.canonical(slot_like(request.start, ms)) for ms in own]
-            states.append(OptimizerState(slots, taken))
-        self._states = states + self._states
-
-    def keep_states(self) -> None:
-        """Hand the optimizer states to the requests, once all steps are taken."""
-        self._leave(0)
-        for request, state in zip(self._requests, self._states, strict=False):
-            if request.kept is not None:
-                request.kept.state = state
 
     def advance(self, batch: Batch, count: int) -> Tensor:
         """Take a step of each client.
@@ -236,7 +195,7 @@ def _check_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: str)
 
 def train_cohort(
     trainers: Sequence[LocalTrainer],
-    requests: Sequence[Request],
+    whole: Request,
     round: int,
     pool: BufferPool,
     compare: bool = True,
@@ -245,7 +204,7 @@ def train_cohort(
 
     Args:
         trainers: one a client.
-        requests: equal but for their tensors.
+        whole: their request; its tensors ``[K, ...]`` are those of all clients and may be changed.
         round: counted from 0.
         pool: buffers for batches.
         compare: see :class:`Stack`.
@@ -257,11 +216,10 @@ def train_cohort(
     Raises:
         UnsupportedError: if a function of the method cannot be computed for all clients together.
     """
-    name = requests[0].name
-    steps = [t.steps(name) for t in trainers]
-    feed = Feed([t.data for t in trainers], name, pool)
+    steps = [t.steps(whole.name) for t in trainers]
+    feed = Feed([t.data for t in trainers], whole.name, pool)
     losses: list[Tensor] = []
-    work = Stack(requests, round, compare, steps[0])
+    work = Stack(whole, round, compare, steps[0])
     active = len(trainers)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
@@ -269,55 +227,6 @@ def train_cohort(
             work.narrow(active)
         values = work.advance(feed.batch(count, active), count)
         losses.append(values if active == len(steps) else functional.pad(values, (0, len(steps) - active)))
-    work.keep_states()
+    if whole.kept is not None:
+        whole.kept.state = work.optimizer_state()
     return work.ends, torch.stack(losses, 1)
-
-
-def _stacked_state(requests: Sequence[Request]) -> KeptState | None:
-    """The optimizer states that clients keep, which have taken equally many steps; None where they keep none."""
-    first = requests[0]
-    if first.kept is None:
-        return None
-    states = [r.kept.state for r in requests if r.kept is not None and r.kept.state is not None]
-    if not states:
-        return KeptState()
-    slots = [
-        zero_padded(list(trees), first.padded.start) for trees in zip(*(s.slots for s in states), strict=True)
-    ]
-    return KeptState(OptimizerState([stack_trees(trees) for trees in slots], states[0].taken))
-
-
-def stack_trees(trees: list[Any]) -> Any:
-    """Stacks equal trees over a leading client axis."""
-    return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
-
-
-def zero_padded(trees: list[Any], padded: Mapping[str, int]) -> list[Any]:
-    """Zero-pads trees that differ in padded dimensions alone to the largest of each.
-
-    Args:
-        trees: one a client.
-        padded: the dimension by the path of a part, see :class:`fedlowrank.core.contract.method.PaddedDimensions`.
-    """
-    if not padded or all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
-        return trees
-    columns = zip(padded_axes(trees[0], padded), *(tree.tensors(t) for t in trees), strict=True)
-    full = [ts if axis is None else _to_one_size(ts, axis) for axis, *ts in columns]
-    return [refill(t, [ts[i] for ts in full]) for i, t in enumerate(trees)]
-
-
-def padded_axes(value: Any, padded: Mapping[str, int]) -> list[int | None]:
-    """The padded dimension of each tensor of a tree, None for those that have none."""
-
-    def axis(path: str) -> int | None:
-        return next((a for part, a in padded.items() if path == part or path.startswith(f"{part}/")), None)
-
-    return [axis(path) for path, _ in tree.leaves(value)]
-
-
-def _to_one_size(tensors: list[Tensor], axis: int) -> list[Tensor]:
-    most = max(t.shape[axis] for t in tensors)
-    return [
-        torch.cat([t, t.new_zeros(*t.shape[:axis], most - t.shape[axis], *t.shape[axis + 1 :])], axis)
-        for t in tensors
-    ]

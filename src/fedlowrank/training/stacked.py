@@ -75,6 +75,16 @@ def without_rows() -> Iterator[None]:
         _ROWS.reset(token)
 
 
+@contextlib.contextmanager
+def with_rows() -> Iterator[None]:
+    """Within this block tensors are batches again, whatever block is around it."""
+    token = _ROWS.set(True)
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+
+
 def has_rows() -> bool:
     """Whether a tensor that is not stacked is taken for rows of a batch."""
     return _ROWS.get()

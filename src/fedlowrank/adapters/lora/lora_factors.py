@@ -85,14 +85,15 @@ class LoRA:
         """
         found: Factors = {}
         for name, layer in self.layers.items():
-            (d, k), generator = layer.shape, (key / name).generator()
+            (d, k), own = layer.shape, key / name
             r = min(rank, d, k)
             if layer.embedding:
-                b, a = torch.randn(r, d, generator=generator).mT, torch.zeros(r, k)
+                b, a = own.draw(lambda g, r, d=d: torch.randn(r, d, generator=g), r).mT, torch.zeros(r, k)
             elif self.gaussian:
-                b, a = torch.zeros(d, r), torch.randn(r, k, generator=generator) / rank
+                b, a = torch.zeros(d, r), own.draw(lambda g, r, k=k: torch.randn(r, k, generator=g), r) / rank
             else:
-                b, a = torch.zeros(d, r), (torch.rand(r, k, generator=generator) * 2 - 1) / math.sqrt(k)
+                uniform = own.draw(lambda g, r, k=k: torch.rand(r, k, generator=g), r)
+                b, a = torch.zeros(d, r), (uniform * 2 - 1) / math.sqrt(k)
             device = self.base[layer.weight].device
             found[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
         return found

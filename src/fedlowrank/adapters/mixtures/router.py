@@ -104,7 +104,8 @@ class Router(CheckedFields):
         if self.noise == 0:
             return theta.new_zeros(1, len(theta))
         # a uniform variable on ±b has the standard deviation b / √3
-        uniform = torch.rand(steps, len(theta), generator=key.generator(), dtype=theta.dtype)
+        count, dtype = len(theta), theta.dtype
+        uniform = key.draw(lambda g, n: torch.rand(n, count, generator=g, dtype=dtype), steps)
         return ((2 * uniform - 1) * (self.noise * math.sqrt(3))).to(theta.device)
 
 

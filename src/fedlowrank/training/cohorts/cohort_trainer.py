@@ -1,0 +1,333 @@
+"""The verbs of a view, executed for all clients of a cohort at once; their answers are kept for a replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...core import tree
+from ...core.contract.method import KeptState, ProximalTerm, Request
+from ...core.errors import NonFiniteError
+from ...core.learning.optimizer import OptimizerState
+from ..captured_variables import code_of
+from ..cohort import train_cohort
+from ..feed import BufferPool
+from ..stacked import Stacked, UnsupportedError, stack, with_rows
+from ..trainer import LocalTrainer, all_finite, check_finite
+from .control_flow import agreed, expanded, raw, rows, select_clients, stack_clients
+
+T = TypeVar("T")
+
+CACHE = 8 << 20
+"""Bytes of stacked parameters and constants on a CPU; a larger stack leaves the cache between steps."""
+
+MEMORY = 4 << 30
+"""Bytes of stacked parameters and constants on a GPU; gradients and activations take a few times as much."""
+
+
+@dataclasses.dataclass
+class PassMemory:
+    """What an engine remembers of passes from round to round.
+
+    Attributes:
+        pool: buffers for batches.
+        supported: by the code of a pass's functions, whether they can be batched over clients.
+        log: tells a person why clients are trained one after another.
+    """
+
+    pool: BufferPool
+    supported: dict[Any, bool]
+    log: Callable[[str, object], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a verb answered: a tree of the cohort, and the optimizer state that the pass left."""
+
+    value: Any
+    kept: OptimizerState | None = None
+
+
+class CohortTrainer:
+    """The verbs ``train``, ``total`` and ``steps`` of K clients, those with the most examples first.
+
+    A method's functions are pure, so a second call asks the same of the verbs. Its first questions get the answers of the
+    first call: a part of the cohort, or one client alone, trains nothing again.
+
+    Args:
+        locals_: execution for each client alone, with its data and its meter.
+        memory: of the engine.
+        answers: of an earlier call for these clients.
+        errors: clients whose training met a NaN in an earlier call, with the number of answers before it.
+
+    Attributes:
+        answers: given so far.
+        errors: as above.
+    """
+
+    def __init__(
+        self,
+        locals_: Sequence[LocalTrainer],
+        memory: PassMemory,
+        answers: Sequence[Answer] = (),
+        errors: dict[int, tuple[int, NonFiniteError]] | None = None,
+    ) -> None:
+        self._locals, self._memory = list(locals_), memory
+        self._earlier = list(answers)
+        self.answers: list[Answer] = []
+        self.errors = {} if errors is None else errors
+
+    def part(self, places: Sequence[int]) -> CohortTrainer:
+        """The trainer of some of the clients, with the answers that they have."""
+        answers = [
+            Answer(
+                select_clients(a.value, places), None if a.kept is None else select_clients(a.kept, places)
+            )
+            for a in self.answers
+        ]
+        new = {place: i for i, place in enumerate(places)}
+        errors = {new[k]: found for k, found in self.errors.items() if k in new}
+        return CohortTrainer([self._locals[k] for k in places], self._memory, answers, errors)
+
+    def alone(self, place: int, answers: Sequence[Answer]) -> ReplayTrainer:
+        """The trainer of one client with plain tensors."""
+        return ReplayTrainer(self._locals[place], answers, self.errors.get(place))
+
+    def train(self, request: Request) -> Any:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
+        answer = self._next(lambda: self._train(request))
+        if request.kept is not None:
+            request.kept.state = answer.kept
+        return answer.value
+
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.total`; summed client by client."""
+
+        def compute() -> Answer:
+            given = rows((params, constants), len(self._locals))
+            found = [local.total(statistic, *own) for local, own in zip(self._locals, given, strict=True)]
+            return Answer(stack_clients(found))
+
+        value: T = self._next(compute).value
+        return value
+
+    def steps(self, name: str) -> Any:
+        """Steps of a pass: a number, or where the clients differ a number of each, int64 ``[K]``."""
+        found = [local.steps(name) for local in self._locals]
+        return found[0] if len(set(found)) == 1 else stack(torch.tensor(found))
+
+    def _next(self, compute: Callable[[], Answer]) -> Answer:
+        place = len(self.answers)
+        answer = self._earlier[place] if place < len(self._earlier) else compute()
+        self.answers.append(answer)
+        return answer
+
+    def _train(self, request: Request) -> Answer:
+        first, name = self._locals[0], request.name
+        if request.kept is not None:
+            # its state counts the steps
+            agreed([local.steps(name) for local in self._locals])
+        if first.model.couples or not first.is_standard(request):
+            if first.data.loss.is_own:
+                self._memory.log(name, f"the loss {first.data.loss.kind} is code of your own")
+            return self._one_by_one(request)
+        functions = first.kind(_of_one(request)), code_of(request.precondition), code_of(request.prox)
+        known = self._memory.supported.get(functions)
+        if known is False or len(self._locals) == 1:
+            return self._one_by_one(request)
+        try:
+            found = self._together(request, compare=not known)
+        except UnsupportedError as reason:
+            self._memory.supported[functions] = False
+            self._memory.log(name, reason)
+            return self._one_by_one(request)
+        self._memory.supported[functions] = True
+        return found
+
+    def _together(self, request: Request, compare: bool) -> Answer:
+        clients = len(self._locals)
+
+        def own(t: Tensor) -> Tensor:
+            return expanded(t, clients).detach().clone(memory_format=torch.contiguous_format)
+
+        start = tree.map(own, request.start)
+        constants = tree.map(lambda t: expanded(t, clients), request.constants)
+        term = request.proximal_term
+        if term is not None and (term.center is not None or term.linear is not None):
+            center, linear = (
+                None if v is None else tree.map(lambda t: expanded(t, clients), v)
+                for v in (term.center, term.linear)
+            )
+            term = ProximalTerm(term.strength, center, linear)
+        before = None if request.kept is None else request.kept.state
+        slots = None if before is None else [tree.map(own, slot) for slot in before.slots]
+        ends, losses, kept = [], [], []
+        for a, b in self._chunks(start, constants):
+            cut = _cut(a, b)
+            state = None
+            if request.kept is not None:
+                past = (
+                    None
+                    if slots is None or before is None
+                    else OptimizerState([cut(s) for s in slots], before.taken)
+                )
+                state = KeptState(past)
+            some = None if term is None else ProximalTerm(term.strength, cut(term.center), cut(term.linear))
+            whole = dataclasses.replace(
+                request, start=cut(start), constants=cut(constants), proximal_term=some, kept=state
+            )
+            with with_rows():
+                end, lost = train_cohort(
+                    self._locals[a:b], whole, self._locals[0].round, self._memory.pool, compare
+                )
+            ends.append(tree.canonical(end))
+            losses.append(lost)
+            kept.append(None if state is None else state.state)
+        end = ends[0] if len(ends) == 1 else tree.map(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
+        self._account(request, losses, end)
+        return Answer(tree.map(stack, end), _join_kept(kept))
+
+    def _chunks(self, start: Any, constants: Any) -> list[tuple[int, int]]:
+        """As many clients at once as have room, in parts of like sizes."""
+        tensors = tree.tensors(start) + tree.tensors(constants)
+        clients = len(self._locals)
+        on_cpu = all(t.device.type == "cpu" for t in tensors)
+        size = sum(t.nbytes for t in tensors) // clients
+        most = max(1, (CACHE if on_cpu else MEMORY) // max(1, size))
+        parts = -(-clients // most)
+        bounds = [clients * k // parts for k in range(parts + 1)]
+        return list(itertools.pairwise(bounds))
+
+    def _account(self, request: Request, losses: Sequence[Tensor], end: Any) -> None:
+        """Enter the cost and the mean loss of each client, and note who met a NaN."""
+        one, name = _of_one(request), request.name
+        kind, k = self._locals[0].kind(one), 0
+        sound = all(all_finite(part, []) for part in losses) and all_finite(losses[0][:0], end)
+        for part in losses:
+            steps = torch.tensor([local.steps(name) for local in self._locals[k : k + len(part)]])
+            means = (part.sum(1, dtype=torch.float64).cpu() / steps).tolist()
+            for row, mean in zip(part, means, strict=True):
+                local = self._locals[k]
+                local.count(one, kind)
+                local.account(one, kind, mean)
+                if not sound:
+                    mine = tree.map(lambda t, k=k: t[k], end)
+                    try:
+                        check_finite(local.data.info, local.round, name, row[: local.steps(name)], mine)
+                    except NonFiniteError as error:
+                        self.errors.setdefault(k, (len(self.answers), error))
+                k += 1
+
+    def _one_by_one(self, request: Request) -> Answer:
+        ends, kept = [], []
+        for k, (local, own) in enumerate(
+            zip(self._locals, _requests(request, len(self._locals)), strict=True)
+        ):
+            try:
+                ends.append(local.train(own) if k not in self.errors else tree.canonical(own.start))
+            except NonFiniteError as error:
+                self.errors[k] = len(self.answers), error
+                # what follows of the client is not used
+                ends.append(tree.canonical(own.start))
+            kept.append(None if own.kept is None else own.kept.state)
+        if any(k is None for k in kept):
+            return Answer(stack_clients(ends))
+        return Answer(stack_clients(ends), stack_clients(kept))
+
+
+class ReplayTrainer:
+    """One client with plain tensors, whose first answers were computed with its cohort.
+
+    Args:
+        local: execution for this client alone.
+        answers: of the cohort, as they are for this client.
+        error: the number of answers before its training met a NaN, and the error.
+    """
+
+    def __init__(
+        self, local: LocalTrainer, answers: Sequence[Answer], error: tuple[int, NonFiniteError] | None = None
+    ) -> None:
+        self._local, self._answers, self._error = local, answers, error
+        self._given = 0
+
+    def train(self, request: Request) -> Any:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
+        if (answer := self._next()) is None:
+            return self._local.train(request)
+        if request.kept is not None:
+            request.kept.state = answer.kept
+        return answer.value
+
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
+        if (answer := self._next()) is None:
+            return self._local.total(statistic, params, constants)
+        value: T = answer.value
+        return value
+
+    def steps(self, name: str) -> int:
+        """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
+        return self._local.steps(name)
+
+    def _next(self) -> Answer | None:
+        place = self._given
+        self._given += 1
+        if self._error is not None and place >= self._error[0]:
+            raise self._error[1]
+        return self._answers[place] if place < len(self._answers) else None
+
+
+def _cut(a: int, b: int) -> Callable[[Any], Any]:
+    """Some clients of trees ``[K, ...]``."""
+    return lambda value: tree.map(lambda t: t[a:b], value)
+
+
+def _of_one(request: Request) -> Request:
+    """The request of the first client."""
+
+    def first(value: Any) -> Any:
+        return tree.map(lambda t: raw(t)[0] if isinstance(t, Stacked) else t, value)
+
+    return dataclasses.replace(
+        request, start=first(request.start), constants=first(request.constants), proximal_term=None, kept=None
+    )
+
+
+def _requests(request: Request, clients: int) -> list[Request]:
+    """The request of each client."""
+    term, kept = request.proximal_term, request.kept
+    parts = (
+        request.start,
+        request.constants,
+        None if term is None else [term.center, term.linear],
+        None if kept is None else kept.state,
+    )
+    found = []
+    for start, constants, own, state in rows(parts, clients):
+        center = None if term is None or own is None else ProximalTerm(term.strength, *own)
+        found.append(
+            dataclasses.replace(
+                request,
+                start=start,
+                constants=constants,
+                proximal_term=center,
+                kept=None if kept is None else KeptState(state),
+            )
+        )
+    return found
+
+
+def _join_kept(states: Sequence[OptimizerState | None]) -> OptimizerState | None:
+    """The optimizer states of all clients, which have taken equally many steps."""
+    found = [s for s in states if s is not None]
+    if not found:
+        return None
+    slots = zip(*(s.slots for s in found), strict=True)
+    return OptimizerState(
+        [tree.map(lambda *ts: stack(torch.cat(ts)), *slot) for slot in slots], found[0].taken
+    )
