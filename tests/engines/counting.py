@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.training.cohorts.cohort_trainer import CohortTrainer
 
 
 class Counting(Vectorized):
@@ -18,6 +19,11 @@ class Counting(Vectorized):
         super().__init__()
         self.sizes: list[int] = []
 
-    def _together(self, title: str, clients: Any, round: int) -> list[Any]:
-        self.sizes.append(len(clients))
-        return super()._together(title, clients, round)
+        sizes = self.sizes
+
+        class CountingTrainer(CohortTrainer):
+            def _together(self, request: Any, compare: bool) -> Any:
+                sizes.append(len(self._locals))
+                return super()._together(request, compare)
+
+        self.cohort_trainer = CountingTrainer  # type: ignore[misc]  # of this engine alone

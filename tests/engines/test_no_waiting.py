@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
+from fedlowrank.core import tree
 from fedlowrank.core.contract.method import Batch, ProximalTerm, Request
 from fedlowrank.core.learning.batch_losses import task_loss
 from fedlowrank.core.learning.optimizer import SGD, AdamW
@@ -252,6 +253,20 @@ def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[Loc
         yield there
 
 
+def stacked(asked: Request, clients: int) -> Request:
+    """The request of clients that begin alike."""
+
+    def rows(value: Any) -> Any:
+        return tree.map(lambda t: t.expand(clients, *t.shape).clone(), value)
+
+    term = asked.proximal_term
+    if term is not None:
+        term = ProximalTerm(term.strength, rows(term.center), rows(term.linear))
+    return dataclasses.replace(
+        asked, start=rows(asked.start), constants=rows(asked.constants), proximal_term=term
+    )
+
+
 def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch: int | None) -> Counter[str]:
     """What was heard in a pass of all clients."""
     elsewhere = on.to("meta")
@@ -260,7 +275,7 @@ def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch
     with Ear() as ear:
         if engine == "vectorized":
             # a comparison with single clients looks at numbers, once for all rounds
-            _, together = train_cohort(found, [asked] * len(found), 0, BufferPool(), compare=False)
+            _, together = train_cohort(found, stacked(asked, len(found)), 0, BufferPool(), compare=False)
             losses = [row[: t.steps("local")] for row, t in zip(together, found, strict=True)]
         else:
             losses = [descend(asked, t.data.batches("local"), 0, micro_batch)[1] for t in found]

@@ -17,10 +17,10 @@ from fedlowrank.core.key import Key
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import Vectorized
-from fedlowrank.engines import vectorized as engine
 from fedlowrank.methods import METHODS
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.training.cohorts import cohort_trainer
 from fedlowrank.training.feed import BufferPool, Feed, common_base
 from fedlowrank.training.local_data import LocalData
 
@@ -120,7 +120,7 @@ def test_the_operations_of_the_steps_do_not_grow_with_the_clients(
 
         model = lambda: MLP(6, (5,), 3)  # noqa: E731
     made = Federation.from_arrays([{"train": pair} for pair in zip(x, y, strict=True)], model, classes=3)
-    train, mode = engine.train_cohort, Launches()
+    train, mode = cohort_trainer.train_cohort, Launches()
 
     def counted(*arguments: Any, **more: Any) -> Any:
         with mode:
@@ -135,10 +135,10 @@ def test_the_operations_of_the_steps_do_not_grow_with_the_clients(
             Vectorized(),
         )
         run.step()
-        monkeypatch.setattr(engine, "train_cohort", counted)
+        monkeypatch.setattr(cohort_trainer, "train_cohort", counted)
         mode.counts.clear()
         run.step()
-        monkeypatch.setattr(engine, "train_cohort", train)
+        monkeypatch.setattr(cohort_trainer, "train_cohort", train)
         totals.append(sum(mode.counts.values()))
         assert mode.counts["aten._local_scalar_dense.default"] == 0
     assert totals[1] <= 1.1 * totals[0]

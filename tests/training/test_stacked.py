@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from fedlowrank.core import tree
 from fedlowrank.core.contract.method import Batch, Request
 from fedlowrank.core.learning.optimizer import SGD, Group
 from fedlowrank.training.cohort import Stack
@@ -135,7 +137,7 @@ def test_steps_are_those_of_torch(tied: bool, steps_in_backward: bool) -> None:
         scores = functional_call(net, params, (batch.x,))
         return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
 
-    work = Stack([Request(loss, s, "local", optimizer, (), None, None) for s in starts], 0)
+    work = Stack(joined(starts, Request(loss, starts[0], "local", optimizer, (), None, None)), 0)
     x, y = random(5, K, B, 6), torch.arange(5 * K * B).reshape(5, K, B) % 3
     # the last client has one example less, padded by one that would change its steps
     x[:, -1, -1] = 100.0
@@ -162,9 +164,19 @@ def test_steps_are_those_of_torch(tied: bool, steps_in_backward: bool) -> None:
             torch.testing.assert_close(work.ends[name][k], p.detach())
 
 
+def stack_trees(trees: Any) -> Any:
+    """Equal trees over a leading client axis."""
+    return tree.map(lambda *ts: torch.stack(ts), trees[0], *trees[1:])
+
+
+def joined(starts: Any, request: Request) -> Request:
+    """The request of clients that begin at different parameters."""
+    return dataclasses.replace(request, start=stack_trees(starts))
+
+
 def stack_of(loss: Any, *starts: Any, **more: Any) -> Stack:
     given = {"constants": (), "precondition": None, "prox": None, **more}
-    return Stack([Request(loss, s, "local", SGD(lr=0.1), **given) for s in starts], 0)
+    return Stack(joined(starts, Request(loss, starts[0], "local", SGD(lr=0.1), **given)), 0)
 
 
 def batch_of(*example: int) -> Batch:
@@ -229,7 +241,9 @@ def test_precondition_and_prox_are_those_of_each_client(precondition: Any, prox:
         Request(plain_loss, s, "local", SGD(lr=0.01), (g,), precondition, prox)
         for s, g in zip(STARTS, given, strict=True)
     ]
-    work, batch = Stack(requests, 0), batch_of(6)
+    constants = (stack_trees(given),)
+    whole = dataclasses.replace(joined(STARTS, requests[0]), constants=constants)
+    work, batch = Stack(whole, 0), batch_of(6)
     for count in range(3):
         work.advance(batch, count)
     for k, request in enumerate(requests):

@@ -17,6 +17,7 @@ clients of that kind run one after another, and the log says so.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from ..core.errors import NonFiniteError
 from ..data.federation import Federation
 from ..training.cohorts.cohort_trainer import CohortTrainer, PassMemory
 from ..training.cohorts.cohort_view import CohortInfo, CohortKey
-from ..training.cohorts.control_flow import DifferingError, rows, stack_clients
+from ..training.cohorts.control_flow import DifferingError, split_clients, stack_clients
 from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.stacked import UnsupportedError, without_rows
@@ -41,7 +42,10 @@ from ..training.trainer import LocalTrainer, Meter
 from .engine import AnyMethod, ClientJob, ClientResult, Engine, client_key
 
 COHORT = 256
-"""Clients in a cohort; more would hold too much memory at once."""
+"""Clients in a cohort."""
+
+ROOM = 1 << 30
+"""Bytes of a cohort's states and messages: at most so many as its clients have at once, before and after training."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class Vectorized(Engine):
     """Clients of like shapes, batched; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorized"
+    cohort_trainer: ClassVar[type[CohortTrainer]] = CohortTrainer
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
     _memory: PassMemory = field(init=False, repr=False)
     _is_equal: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
@@ -103,7 +108,11 @@ class Vectorized(Engine):
         for kind, members in groups.items():
             # clients with the most steps first, in every pass
             members = sorted(members, key=lambda m: -len(m.local.data.examples))
-            found += self._run_cohort(kind, members, update, alone)
+            size = 2 * (tree.nbytes(members[0].job.state) + tree.nbytes(members[0].job.down))
+            parts = -(-len(members) * size // ROOM) or 1
+            bounds = [len(members) * k // parts for k in range(parts + 1)]
+            for a, b in itertools.pairwise(bounds):
+                found += self._run_cohort(kind, members[a:b], update, alone)
         return [result for _, result in sorted(found, key=lambda pair: pair[0])]
 
     def _run_cohort(self, kind: Any, members: list[_Member], update: Any, alone: Any) -> Found:
@@ -112,7 +121,7 @@ class Vectorized(Engine):
         stands_alone = not all(m.is_standard for m in members[0].local.models)
         if len(members) == 1 or known is False or stands_alone:
             return [alone(member) for member in members]
-        trainer = CohortTrainer([m.local for m in members], self._memory)
+        trainer = self.cohort_trainer([m.local for m in members], self._memory)
         found = self._divide(members, trainer, update, alone)
         if known is None:
             self._is_equal[kind] = self._check(members[-1], dict(found), alone)
@@ -122,25 +131,23 @@ class Vectorized(Engine):
 
     def _divide(self, members: list[_Member], trainer: CohortTrainer, update: Any, alone: Any) -> Found:
         """``update`` of all clients, or of parts of them wherever control flow needs one answer, or one by one."""
+        parts: dict[str, list[int]] = {}
         try:
             with without_rows():
                 found: Found = update(members, trainer)
             return found
         except DifferingError as differs:
-            parts: dict[str, list[int]] = {}
             for k, value in enumerate(differs.values):
                 parts.setdefault(repr(value), []).append(k)
-            if len(members) > 1 and len(parts) <= max(8, len(members) // 8):
-                return [
-                    pair
-                    for places in parts.values()
-                    for pair in self._divide(
-                        [members[k] for k in places], trainer.part(places), update, alone
-                    )
-                ]
         except UnsupportedError as reason:
             self._log(f"{self._title} goes on with one client after another: {reason}")
-        columns = [rows((a.value, a.kept), len(members)) for a in trainer.answers]
+        except Exception as error:  # noqa: BLE001 - a client alone raises the method's own error, if it is one
+            name = type(error).__name__
+            self._log(f"{self._title} goes on with one client after another: {name}: {error}")
+        if 1 < len(parts) <= max(8, len(members) // 8) and len(parts) < len(members):
+            groups = [([members[k] for k in places], trainer.part(places)) for places in parts.values()]
+            return [pair for some, own in groups for pair in self._divide(some, own, update, alone)]
+        columns = [split_clients((a.value, a.kept), len(members)) for a in trainer.answers]
         return [
             alone(
                 member,
@@ -171,7 +178,7 @@ class Vectorized(Engine):
         view = ClientView(info, task, task.model(infos[0]), round, key, keeping)
         state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
         state, upload = tree.canonical(keeping.collect(state)), tree.canonical(upload)
-        pairs = rows((state, upload), len(members))
+        pairs = split_clients((state, upload), len(members))
         return [
             (m.place, self._result(m, *pair, trainer.errors.get(k)))
             for k, (m, pair) in enumerate(zip(members, pairs, strict=True))

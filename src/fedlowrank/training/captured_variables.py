@@ -8,7 +8,7 @@ what counts for the rest (models, tensors, other objects) is for the caller to s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,27 +18,6 @@ _PLAIN = bool, int, float, str, torch.dtype, torch.device, CodeType
 
 _EMPTY = object()
 """In the place of a variable that is not bound yet."""
-
-
-def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ...] = ()) -> Any:
-    """The value of a function or of what it captured; hashable if ``other`` returns hashable values.
-
-    Args:
-        value: a function, or what it captured.
-        other: the identity of what has no value; by default ``id``; the caller keeps the object alive.
-        within: functions whose captured values are being looked at, for those that refer to themselves.
-    """
-    if is_plain(value):
-        return type(value).__name__, value
-    if isinstance(value, FunctionType):
-        if id(value) in within:
-            return "itself", within.index(id(value))
-        within = (*within, id(value))
-    parts = captured_by(value)
-    if parts is None:
-        return other(value)
-    kind = value.__code__ if isinstance(value, FunctionType) else type(value)
-    return kind, tuple([identity(part, other, within) for part in parts])
 
 
 def code_of(function: Any) -> Any:

@@ -95,7 +95,7 @@ def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
 # Dimensions
 
 
-def along(func: Rule, default: tuple[Any, ...] = (), count: int = 1) -> Rule:
+def along_dimension(func: Rule, default: tuple[Any, ...] = (), count: int = 1) -> Rule:
     """The rule of a function whose first arguments after the tensor are dimensions, as many as ``count``.
 
     A dimension of None means all of them.
@@ -245,9 +245,9 @@ _OVER: dict[str, tuple[Any, ...]] = {
 
 _NAMED: dict[str, Callable[[Rule], Rule]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **{name: partial(along, default=default) for name, default in _OVER.items()},
-    **dict.fromkeys(("movedim", "transpose"), lambda f: along(f, (), 2)),
-    "flatten": lambda f: along(f, (0, -1), 2),
+    **{name: partial(along_dimension, default=default) for name, default in _OVER.items()},
+    **dict.fromkeys(("movedim", "transpose"), lambda f: along_dimension(f, (), 2)),
+    "flatten": lambda f: along_dimension(f, (0, -1), 2),
     **dict.fromkeys(("reshape", "view"), _shaped),
     "matmul": lambda _: _matmul,
     "t": lambda _: _transposed,
@@ -274,8 +274,8 @@ def _getter(name: str) -> Any:
 
 RULES.update(
     {
-        functional.softmax: along(functional.softmax),
-        functional.log_softmax: along(functional.log_softmax),
+        functional.softmax: along_dimension(functional.softmax),
+        functional.log_softmax: along_dimension(functional.log_softmax),
         torch.autograd.grad: _gradient,
         **{f: _leading(f) for f in (torch.linalg.matrix_norm, torch.linalg.solve_ex, torch.linalg.svd)},
         Tensor.__getitem__: _item,

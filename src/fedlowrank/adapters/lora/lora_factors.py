@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,12 +89,11 @@ class LoRA:
             (d, k), own = layer.shape, key / name
             r = min(rank, d, k)
             if layer.embedding:
-                b, a = own.draw(lambda g, r, d=d: torch.randn(r, d, generator=g), r).mT, torch.zeros(r, k)
+                b, a = own.draw(partial(_normal, d), r).mT, torch.zeros(r, k)
             elif self.gaussian:
-                b, a = torch.zeros(d, r), own.draw(lambda g, r, k=k: torch.randn(r, k, generator=g), r) / rank
+                b, a = torch.zeros(d, r), own.draw(partial(_normal, k), r) / rank
             else:
-                uniform = own.draw(lambda g, r, k=k: torch.rand(r, k, generator=g), r)
-                b, a = torch.zeros(d, r), (uniform * 2 - 1) / math.sqrt(k)
+                b, a = torch.zeros(d, r), (own.draw(partial(_uniform, k), r) * 2 - 1) / math.sqrt(k)
             device = self.base[layer.weight].device
             found[name] = Pair(b.to(device, layer.dtype).contiguous(), a.to(device, layer.dtype))
         return found
@@ -162,6 +162,14 @@ class LoRA:
             found[layer.a] = pair.a.reshape(rank, *a.shape[1:])
             found[layer.b] = pair.b.reshape(-1, rank, *b.shape[2:])
         return found
+
+
+def _normal(columns: int, generator: torch.Generator, rank: int) -> Tensor:
+    return torch.randn(rank, columns, generator=generator)
+
+
+def _uniform(columns: int, generator: torch.Generator, rank: int) -> Tensor:
+    return torch.rand(rank, columns, generator=generator)
 
 
 def lora_of(model: Model) -> LoRA:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
@@ -63,23 +63,6 @@ class ProximalTerm:
     linear: Any = None
 
 
-@dataclass(frozen=True)
-class PaddedDimensions:
-    """Dimensions in which clients differ and which zeros may pad without changing loss or gradients.
-
-    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and
-    Adam leave them 0.
-
-    Attributes:
-        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in
-            it have it.
-        constants: likewise of ``constants``, whose first part is ``/0``.
-    """
-
-    start: Mapping[str, int] = field(default_factory=dict)
-    constants: Mapping[str, int] = field(default_factory=dict)
-
-
 @dataclass
 class KeptState:
     """The state of an optimizer that goes on from the round before.
@@ -107,7 +90,6 @@ class Request:
     precondition: Callable[..., Any] | None
     prox: Callable[..., Any] | None
     proximal_term: ProximalTerm | None = None
-    padded: PaddedDimensions = PaddedDimensions()
     kept: KeptState | None = None
 
 
@@ -158,12 +140,10 @@ class ClientView:
         precondition: Callable[..., T] | None = None,
         prox: Callable[..., T] | None = None,
         proximal_term: ProximalTerm | None = None,
-        padded: PaddedDimensions = PaddedDimensions(),
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
-        An engine may execute this for many clients at once. It does so only where the functions are the same
-        code with the same captured values; what differs between clients belongs in ``constants``.
+        An engine may execute this for many clients at once; what differs between clients belongs in ``constants``.
 
         Args:
             loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
@@ -177,8 +157,6 @@ class ClientView:
                 half precision all of it is in float32, and a step with its prox is rounded once.
             proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
                 before the rest.
-            padded: dimensions in which clients differ, so that an engine can train them together all the
-                same.
 
         Returns:
             The trained tree, detached and contiguous.
@@ -194,7 +172,7 @@ class ClientView:
         if prox is not None:
             check_function("prox", prox, ("params", "lr"), constants)
         end: T = self.trainer.train(
-            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
+            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term)
         )
         return end
 

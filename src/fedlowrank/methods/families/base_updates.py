@@ -7,13 +7,15 @@ ones apart, so that their number costs no memory.
 
 A client uses the updates either merged, added to the weights of its base, or stacked, as factors beside them
 whose rank grows with the rounds. Merged updates are added up where the factors take more memory than the
-weights.
+weights; the sum, and the weights of a base with its updates, are made once for all clients that hold the same
+updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,7 +70,7 @@ class Base:
         for update in updates:
             now = Base(now.dense, [*now.stacks, update])
             if keep == "merged" and trees.numel(now.stacks) > sum(d * k for d, k in lora.shapes.values()):
-                now = Base(now._sum(), [])
+                now = Base(_memo(lora).get("sum", now, now._sum), [])
         return now
 
     def beside(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
@@ -80,9 +82,10 @@ class Base:
         """
         if not self.dense and not self.stacks:
             return {}, {}
+        memo = _memo(lora)
         if keep == "merged":
-            return {}, lora.add_to_weights(self._sum())
-        return stack_factors([unpack_factors(s) for s in self.stacks]), {}
+            return {}, memo.get("moved", self, lambda: lora.add_to_weights(self._sum()))
+        return memo.get("stack", self, lambda: stack_factors([unpack_factors(s) for s in self.stacks])), {}
 
     def _sum(self) -> dict[str, Tensor]:
         found = dict(self.dense)
@@ -92,6 +95,48 @@ class Base:
                 update = trees.widen(pair.b) @ trees.widen(pair.a)
                 found[name] = found[name] + update if name in found else update
         return found
+
+
+@dataclass(eq=False)
+class Memo:
+    """The last value of each kind, by the tensors that it was made of."""
+
+    values: dict[str, tuple[list[Tensor], Any]] = field(default_factory=dict)
+
+    def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
+        """The value that belongs to a base; it is not to be changed."""
+        tensors = [t for _, t in trees.leaves(of)]
+        if any(type(t) is not Tensor for t in tensors):
+            # one that stands for those of many clients, made anew by the engine each time
+            return make()
+        known = self.values.get(kind)
+        if known is not None and len(known[0]) == len(tensors) and all(map(_same, known[0], tensors)):
+            value: T = known[1]
+            return value
+        # the last value goes before the next one is made
+        known = None
+        self.values.pop(kind, None)
+        # a value that was made for inference could not be trained with
+        with torch.inference_mode(False), torch.no_grad():
+            made = make()
+        self.values[kind] = (tensors, made)
+        return made
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one place in memory; the values of states and messages never change there."""
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.device,
+    )
+
+
+def _memo(lora: LoRA) -> Memo:
+    memo: Memo = lora.cache.setdefault("base_updates", Memo())
+    return memo
 
 
 def stack_factors(factors: Sequence[Factors]) -> Factors:

@@ -19,7 +19,7 @@ from ..cohort import train_cohort
 from ..feed import BufferPool
 from ..stacked import Stacked, UnsupportedError, stack, with_rows
 from ..trainer import LocalTrainer, all_finite, check_finite
-from .control_flow import agreed, expanded, raw, rows, select_clients, stack_clients
+from .control_flow import agreed, expanded, raw, select_clients, split_clients, stack_clients
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class PassMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class VerbAnswer:
     """What a verb answered: a tree of the cohort, and the optimizer state that the pass left."""
 
     value: Any
@@ -74,27 +74,27 @@ class CohortTrainer:
         self,
         locals_: Sequence[LocalTrainer],
         memory: PassMemory,
-        answers: Sequence[Answer] = (),
+        answers: Sequence[VerbAnswer] = (),
         errors: dict[int, tuple[int, NonFiniteError]] | None = None,
     ) -> None:
         self._locals, self._memory = list(locals_), memory
         self._earlier = list(answers)
-        self.answers: list[Answer] = []
+        self.answers: list[VerbAnswer] = []
         self.errors = {} if errors is None else errors
 
     def part(self, places: Sequence[int]) -> CohortTrainer:
         """The trainer of some of the clients, with the answers that they have."""
         answers = [
-            Answer(
+            VerbAnswer(
                 select_clients(a.value, places), None if a.kept is None else select_clients(a.kept, places)
             )
             for a in self.answers
         ]
         new = {place: i for i, place in enumerate(places)}
         errors = {new[k]: found for k, found in self.errors.items() if k in new}
-        return CohortTrainer([self._locals[k] for k in places], self._memory, answers, errors)
+        return type(self)([self._locals[k] for k in places], self._memory, answers, errors)
 
-    def alone(self, place: int, answers: Sequence[Answer]) -> ReplayTrainer:
+    def alone(self, place: int, answers: Sequence[VerbAnswer]) -> ReplayTrainer:
         """The trainer of one client with plain tensors."""
         return ReplayTrainer(self._locals[place], answers, self.errors.get(place))
 
@@ -108,10 +108,10 @@ class CohortTrainer:
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.contract.method.ClientView.total`; summed client by client."""
 
-        def compute() -> Answer:
-            given = rows((params, constants), len(self._locals))
+        def compute() -> VerbAnswer:
+            given = split_clients((params, constants), len(self._locals))
             found = [local.total(statistic, *own) for local, own in zip(self._locals, given, strict=True)]
-            return Answer(stack_clients(found))
+            return VerbAnswer(stack_clients(found))
 
         value: T = self._next(compute).value
         return value
@@ -121,13 +121,13 @@ class CohortTrainer:
         found = [local.steps(name) for local in self._locals]
         return found[0] if len(set(found)) == 1 else stack(torch.tensor(found))
 
-    def _next(self, compute: Callable[[], Answer]) -> Answer:
+    def _next(self, compute: Callable[[], VerbAnswer]) -> VerbAnswer:
         place = len(self.answers)
         answer = self._earlier[place] if place < len(self._earlier) else compute()
         self.answers.append(answer)
         return answer
 
-    def _train(self, request: Request) -> Answer:
+    def _train(self, request: Request) -> VerbAnswer:
         first, name = self._locals[0], request.name
         if request.kept is not None:
             # its state counts the steps
@@ -145,11 +145,13 @@ class CohortTrainer:
         except UnsupportedError as reason:
             self._memory.supported[functions] = False
             self._memory.log(name, reason)
-            return self._one_by_one(request)
-        self._memory.supported[functions] = True
-        return found
+        else:
+            self._memory.supported[functions] = True
+            return found
+        # an error of a client alone comes out by itself
+        return self._one_by_one(request)
 
-    def _together(self, request: Request, compare: bool) -> Answer:
+    def _together(self, request: Request, compare: bool) -> VerbAnswer:
         clients = len(self._locals)
 
         def own(t: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class CohortTrainer:
             kept.append(None if state is None else state.state)
         end = ends[0] if len(ends) == 1 else tree.map(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
         self._account(request, losses, end)
-        return Answer(tree.map(stack, end), _join_kept(kept))
+        return VerbAnswer(tree.map(stack, end), _join_kept(kept))
 
     def _chunks(self, start: Any, constants: Any) -> list[tuple[int, int]]:
         """As many clients at once as have room, in parts of like sizes."""
@@ -223,7 +225,7 @@ class CohortTrainer:
                         self.errors.setdefault(k, (len(self.answers), error))
                 k += 1
 
-    def _one_by_one(self, request: Request) -> Answer:
+    def _one_by_one(self, request: Request) -> VerbAnswer:
         ends, kept = [], []
         for k, (local, own) in enumerate(
             zip(self._locals, _requests(request, len(self._locals)), strict=True)
@@ -236,8 +238,8 @@ class CohortTrainer:
                 ends.append(tree.canonical(own.start))
             kept.append(None if own.kept is None else own.kept.state)
         if any(k is None for k in kept):
-            return Answer(stack_clients(ends))
-        return Answer(stack_clients(ends), stack_clients(kept))
+            return VerbAnswer(stack_clients(ends))
+        return VerbAnswer(stack_clients(ends), stack_clients(kept))
 
 
 class ReplayTrainer:
@@ -250,7 +252,10 @@ class ReplayTrainer:
     """
 
     def __init__(
-        self, local: LocalTrainer, answers: Sequence[Answer], error: tuple[int, NonFiniteError] | None = None
+        self,
+        local: LocalTrainer,
+        answers: Sequence[VerbAnswer],
+        error: tuple[int, NonFiniteError] | None = None,
     ) -> None:
         self._local, self._answers, self._error = local, answers, error
         self._given = 0
@@ -274,7 +279,7 @@ class ReplayTrainer:
         """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
         return self._local.steps(name)
 
-    def _next(self) -> Answer | None:
+    def _next(self) -> VerbAnswer | None:
         place = self._given
         self._given += 1
         if self._error is not None and place >= self._error[0]:
@@ -308,7 +313,7 @@ def _requests(request: Request, clients: int) -> list[Request]:
         None if kept is None else kept.state,
     )
     found = []
-    for start, constants, own, state in rows(parts, clients):
+    for start, constants, own, state in split_clients(parts, clients):
         center = None if term is None or own is None else ProximalTerm(term.strength, *own)
         found.append(
             dataclasses.replace(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...core import tree
 from ..stacked import RULES, Stacked, UnsupportedError, has_rows, plain, stack
 from ..steps import refill
-from ..tensor_rules import along
+from ..tensor_rules import along_dimension
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def expanded(t: Tensor, clients: int) -> Tensor:
     return raw(t) if isinstance(t, Stacked) else t.expand(clients, *t.shape)
 
 
-def rows(value: T, clients: int) -> list[T]:
+def split_clients(value: T, clients: int) -> list[T]:
     """The tree of each client."""
     columns = [expanded(t, clients).unbind() for t in tree.tensors(value)]
     return [refill(value, [column[k] for column in columns]) for k in range(clients)]
@@ -127,6 +127,8 @@ def _converted(t: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 def _values(t: Any) -> list[Any]:
     """A number of each client."""
+    if has_rows():
+        raise UnsupportedError("control flow within a step")
     p = plain(t)
     if p.numel() != len(p):
         raise UnsupportedError("a number of a tensor with several")
@@ -159,7 +161,6 @@ RULES.update(
         Tensor.new_zeros: lambda t, *shape, **more: plain(t).new_zeros(*shape, **more),
         Tensor.new_ones: lambda t, *shape, **more: plain(t).new_ones(*shape, **more),
         Tensor.new_tensor: lambda t, *values, **more: plain(t).new_tensor(*values, **more),
-        Tensor.__iter__: lambda t: iter([stack(u) for u in plain(t).unbind(1)]),
         Tensor.nbytes.__get__: lambda t: t.nbytes // len(t),  # type: ignore[attr-defined]  # a getter
         Tensor.element_size: lambda t: t.element_size(),
         Tensor.is_complex: lambda t: t.is_complex(),
@@ -168,4 +169,6 @@ RULES.update(
     }
 )
 for _name in ("argmax", "argmin", "cumsum"):
-    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = along(getattr(torch, _name), (None,))
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = along_dimension(
+        getattr(torch, _name), (None,)
+    )
