@@ -85,7 +85,8 @@ def test_clients_of_one_rank_are_trained_together_and_each_is_what_it_is_alone(
         a, b = one.step(), other.step()
         assert (a.steps, a.flops, a.bytes_up) == (b.steps, b.flops, b.bytes_up)
         assert b.loss == pytest.approx(a.loss, abs=1e-5)
-    assert engine.sizes == [RANKS.count(4)] * 2
+    # states of optimizers count steps, and these two clients take other numbers
+    assert engine.sizes == ([] if optimizer == "kept momentum" else [RANKS.count(4)] * 2)
     for info in on.infos:
         a, b = one.personal(info), other.personal(info)
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5

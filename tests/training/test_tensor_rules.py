@@ -45,6 +45,7 @@ OWN: dict[str, tuple[Callable[..., Any], Shapes]] = {
     "a vector beside a matrix": (lambda v, w: w * v - v, [(6,), (5, 6)]),
     "a column beside a matrix": (lambda v, w: w * v[:, None], [(5,), (5, 6)]),
     "a scalar beside a matrix": (lambda v, w: w * v + v / w, [(), (5, 6)]),
+    "a scalar of a wider type": (lambda v, w: w.float() * v + v / w.float(), [(), (5, 6)]),
     "a shared matrix": (lambda w: SHARED + w * SHARED, [(5, 6)]),
     "comparisons": (lambda v, w: torch.where((v > w) & ~(v > 1) | (w >= 1), v, 0.0), [(5, 6), (6,)]),
     "bounds": (lambda v, w: v.clamp(min=-0.1, max=0.3) + torch.maximum(v, w) - w.clamp(0, 1), [(6,), (6,)]),

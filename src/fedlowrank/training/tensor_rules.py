@@ -7,6 +7,7 @@ means for one client, a rule raises :class:`UnsupportedError`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,11 +60,26 @@ def _elementwise(func: Rule) -> Rule:
         rows = [t for t in tensors if t.ndim and not isinstance(t, Stacked)]
         # a frozen weight beside its update: rows are as many as examples, and no parameter depends on that
         shapes = {t.shape[1:] for t in tensors if isinstance(t, Stacked)}
+        args = _promoted(args, tensors)
         if rows and has_rows() and any(t.shape not in shapes for t in rows):
             return func(*_beside_rows(args, rows, ndim), **kwargs).flatten(0, 1)
         return stack(func(*[_aligned(a, ndim) for a in args], **kwargs))
 
     return rule
+
+
+def _promoted(args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Operands in which a number of each client decides no type, as a tensor without dimensions does not."""
+    wide = [t.dtype for t in tensors if _ndim(t) and t.is_floating_point()]
+    if not wide or all(_ndim(t) or t.dtype == wide[0] for t in tensors):
+        return args
+    kind = functools.reduce(torch.promote_types, wide)
+
+    def cast(a: Any) -> Any:
+        is_number = isinstance(a, Stacked) and not _ndim(a) and a.is_floating_point()
+        return stack(plain(a).to(kind)) if is_number else a
+
+    return tuple([cast(a) for a in args])
 
 
 def _aligned(a: Any, ndim: int) -> Any:
