@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from ..core.contract.method import Task
+from ..core.contract.method import AnyMethod, Task
 from ..data.federation import Federation
 from ..training.flops import forward_flops
-from .engine import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine
 from .processes import Processes, can_fork, cores
 from .sequential import Sequential
 from .vectorized import Vectorized

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
-from ..core.contract.method import ClientInfo, ClientView, Method, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.contract.returned import check_pair
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
@@ -19,7 +19,6 @@ from ..training.local_data import LocalData
 from ..training.trainer import LocalTrainer, Meter
 
 T = TypeVar("T")
-AnyMethod = Method[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Engine(ABC):
         job: ClientJob,
         trainer: Trainer,
     ) -> tuple[Any, Any]:
-        """The client's box with the client's own buffers and optimizer states: its next state, and its upload."""
+        """Local training with the client's own buffers and optimizer states: its next state, and its upload."""
         state, optimizers = split_optimizers(self.boundary(job.state))
         state, task = install_buffers(task, state)
         keeping = KeepingTrainer(trainer, job.client, optimizers)

@@ -27,11 +27,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..core import tree
-from ..core.contract.method import ClientInfo, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .engine import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine
 from .jobs import LazyJobs
 from .sequential import Sequential
 

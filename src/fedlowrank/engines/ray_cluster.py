@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.contract.method import Task
+from ..core.contract.method import AnyMethod, Task
 from ..core.errors import ConfigError
 from ..data.federation import Federation
-from .engine import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine
 from .processes import WorkerError, decode_result
 from .ray_pool import RayActor, RayPool, connect, import_ray
 from .ray_worker import encode_partition, share

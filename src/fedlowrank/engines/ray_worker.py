@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from ..core import tree
-from ..core.contract.method import Task
+from ..core.contract.method import AnyMethod, Task
 from ..core.contract.model import without_data
 from ..data.dataset import ClientData, Examples, Stored
 from ..data.federation import Federation
 from ..data.pixels import Pixels
-from .engine import AnyMethod
 from .processes import train_client
 from .sequential import Sequential
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.contract.method import Task
+from ..core.contract.method import AnyMethod, Task
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .engine import AnyMethod, ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine
 
 
 @dataclass

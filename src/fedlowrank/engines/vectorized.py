@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import ClientView, Task
+from ..core.contract.method import AnyMethod, ClientView, Task
 from ..core.contract.returned import check_pair
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
@@ -39,7 +39,7 @@ from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.stacked import UnsupportedError, without_rows
 from ..training.trainer import LocalTrainer, Meter
-from .engine import AnyMethod, ClientJob, ClientResult, Engine, client_key
+from .engine import ClientJob, ClientResult, Engine, client_key
 
 COHORT = 256
 """Clients in a cohort."""
@@ -167,7 +167,7 @@ class Vectorized(Engine):
         members: Sequence[_Member],
         trainer: CohortTrainer,
     ) -> Found:
-        """The client's box of all clients of a cohort at once."""
+        """Local training of all clients of a cohort at once."""
         jobs = [m.job for m in members]
         stored, down = stack_clients([j.state for j in jobs]), stack_clients([j.down for j in jobs])
         state, optimizers = split_optimizers(tree.canonical(stored))

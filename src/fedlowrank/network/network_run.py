@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.contract.contribution import Aggregator
-from ..core.contract.method import ClientInfo, ServerView
+from ..core.contract.method import AnyMethod, ClientInfo, ServerView
 from ..core.errors import ConfigError
 from ..data.federation import Federation
-from ..engines.engine import AnyMethod, ClientJob
+from ..engines.engine import ClientJob
 from ..results.measurements import ROUTE, Block
 from ..results.records import RoundRecord
 from ..rounds.inspection import aggregator_of

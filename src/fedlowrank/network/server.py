@@ -15,10 +15,10 @@ from typing import Any
 
 from ..config.sections.network_section import NetworkSettings
 from ..core import tree
-from ..core.contract.method import ClientInfo, Pass, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Pass, Task
 from ..core.errors import FedlowrankError
 from ..data.federation import Federation
-from ..engines.engine import AnyMethod, ClientJob, ClientResult, Engine
+from ..engines.engine import ClientJob, ClientResult, Engine
 from ..results.client_metrics import Metric
 from ..results.measurements import Block
 from ..training.trainer import Meter

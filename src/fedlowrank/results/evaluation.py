@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ..core.contract.method import ClientInfo, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.errors import naming
 from ..core.key import generator_states
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import ClientData
 from ..data.federation import Federation
-from ..engines.engine import AnyMethod, Engine
+from ..engines.engine import Engine
 from .client_metrics import Metric
 from .local_model import LocalModel, local_model
 from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column

@@ -11,13 +11,13 @@ import torch
 
 from ..core import tree
 from ..core.contract.client_model import ClientModel, Parts, Predictor
-from ..core.contract.method import ClientInfo, ClientView, Task
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
 from ..core.contract.model import Model
 from ..core.contract.returned import check_client_model
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.federation import Federation
-from ..engines.engine import AnyMethod, Engine
+from ..engines.engine import Engine
 from ..linalg.matricize import count_parameters
 from ..models.statistics.client_buffers import install_buffers
 from ..training.kept_optimizers import split_optimizers

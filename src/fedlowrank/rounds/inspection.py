@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.contract.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_leaves
-from ..core.contract.method import ClientInfo, Method, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.contract.update import Update
 from ..core.errors import TaskError
 from ..core.key import Key
@@ -42,8 +42,6 @@ from ..trust.updates import (
 from .round_results import Contribute, RoundResults
 from .run_settings import RunSettings
 from .setup.preparation import usual_examples, weigh_client
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 ON_UPDATES = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")
 """Attacks on updates; the others are on data or sizes."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core import tree
 from ..core.contract.contribution import Aggregator
-from ..core.contract.method import Method, ServerView
+from ..core.contract.method import AnyMethod, ServerView
 from ..core.errors import FedlowrankError, TaskError
 from ..core.learning.optimizer import SGD
 from ..data.federation import Federation
@@ -31,8 +31,6 @@ from ..rounds.run_settings import RunSettings
 from ..storage.checkpoint import load, save
 from ..storage.client_store import ClientStore
 from ..storage.state import State
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)

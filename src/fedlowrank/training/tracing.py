@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Request, Task
+from ..core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Request, Task
 from ..core.contract.model import Model
 from ..core.contract.returned import check_pair
 
-AnyMethod = Method[Any, Any, Any, Any]
 T = TypeVar("T")
 
 

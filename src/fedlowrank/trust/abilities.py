@@ -12,13 +12,11 @@ from typing import Any
 
 from ..core import tree
 from ..core.contract.contribution import Each, Mean, Sum, contribution_leaves
-from ..core.contract.method import ClientInfo, Method, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.contract.update import Update
 from ..core.errors import TaskError
 from ..training.tracing import trace_upload
 from .updates import update_of
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 ABILITIES = {
     "secure": "secure sums",

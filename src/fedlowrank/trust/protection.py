@@ -29,7 +29,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Mean, Sum, contribution_leaves, map_leaves
-from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ..core.contract.model import without_data
 from ..core.contract.returned import check_pair
 from ..core.contract.update import Update
@@ -54,8 +54,6 @@ from .updates import (
     with_update,
     without_compared,
 )
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 logger = logging.getLogger(__name__)
 

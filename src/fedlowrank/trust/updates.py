@@ -22,15 +22,13 @@ from torch import Tensor
 from ..adapters.mixtures.mixture import Pairs
 from ..adapters.wire_format import Quantized, Rounded
 from ..core import tree
-from ..core.contract.method import ClientInfo, Method, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.contract.update import Update
 from ..core.errors import TaskError
 from ..core.tree import Params, TreeError
 from ..linalg.factored import Factored
 from ..linalg.matricize import dense_weights
 from ..linalg.pair import Pair
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 ITSELF = 0.0
 """In the place of a part of a reference: that part of an upload is an update as it is."""

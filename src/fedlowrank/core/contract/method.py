@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from .task import Batch, ClientInfo, Pass, Task
 from .update import Update
 
 __all__ = [
+    "AnyMethod",
     "Batch",
     "ClientInfo",
     "ClientView",
@@ -300,7 +301,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
-        """The client's box: its next state, and what it sends back."""
+        """Local training of one client in one round: its next state, and what it sends back."""
 
     def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
         """What an upload adds to the round: dicts and lists of :mod:`fedlowrank.core.contract.contribution` leaves.
@@ -363,3 +364,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def metrics(self, server: S) -> dict[str, dict[str, float]]:
         """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
         return {}
+
+
+AnyMethod: TypeAlias = Method[Any, Any, Any, Any]
+"""A method, whatever its states and messages are."""

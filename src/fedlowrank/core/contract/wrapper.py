@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from .method import C, D, Method, Pass, S, Task, U
-
-AnyMethod = Method[Any, Any, Any, Any]
+from .method import AnyMethod, C, D, Method, Pass, S, Task, U
 
 _DESCRIPTION = (
     "title",

@@ -5,13 +5,9 @@ A method takes these functions as its own: ``server_init = initial_body``.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...core.contract.client_model import ClientModel
-from ...core.contract.method import ClientInfo, ClientView, Method, Task
+from ...core.contract.method import AnyMethod, ClientInfo, ClientView, Task
 from ...core.tree import Params
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 
 def initial_body(method: AnyMethod, task: Task) -> Params:

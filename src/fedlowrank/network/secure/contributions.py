@@ -9,14 +9,12 @@ import torch
 
 from ...core import tree
 from ...core.contract.contribution import Sum, contribution_leaves, map_leaves
-from ...core.contract.method import ClientInfo, Method, ServerView
+from ...core.contract.method import AnyMethod, ClientInfo, ServerView
 from ...core.errors import ConfigError, TaskError
 from ...trust.protection import Protected
 from ...trust.secure_sums import FixedPoint, Vector, align
 from ...trust.trust_settings import SecureSums
 from .distributed_noise import DistributedNoise
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 LARGEST_WEIGHT = 2.0**20
 """Weight of a client in a mean, known to all before the first round; a client with more examples counts so much."""

@@ -17,9 +17,9 @@ import torch
 
 from ...core import tree
 from ...core.contract.contribution import Aggregator, Sum, contribution_leaves
-from ...core.contract.method import ClientInfo
+from ...core.contract.method import AnyMethod, ClientInfo
 from ...core.errors import ConfigError
-from ...engines.engine import AnyMethod, ClientJob, ClientResult
+from ...engines.engine import ClientJob, ClientResult
 from ...training.trainer import Meter
 from ...trust.secure_sums import FixedPoint, Vector
 from ..messages import Answer, Step

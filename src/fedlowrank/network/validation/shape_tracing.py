@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...core import tree
-from ...core.contract.method import ClientInfo, Method, Task
+from ...core.contract.method import AnyMethod, ClientInfo, Task
 from ...training.tracing import trace_upload
 from .upload_forms import Template
-
-AnyMethod = Method[Any, Any, Any, Any]
 
 
 def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:

@@ -20,11 +20,11 @@ from typing import Any
 from ...config.sections.network_section import Limits
 from ...core import tree
 from ...core.contract.contribution import Aggregator, fault_of
-from ...core.contract.method import ClientInfo, ServerView, Task
+from ...core.contract.method import AnyMethod, ClientInfo, ServerView, Task
 from ...core.contract.returned import check_server_state
 from ...core.errors import FedlowrankError
 from .norms import difference_norm, floats
-from .shape_tracing import AnyMethod, expected_upload
+from .shape_tracing import expected_upload
 from .upload_forms import MismatchError, Template, decode_upload, shorten_text
 
 FAULTS = (

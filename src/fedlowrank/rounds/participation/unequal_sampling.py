@@ -29,9 +29,8 @@ import torch
 
 from ...core import tree
 from ...core.contract.contribution import Each, Mean, contribution_leaves, map_leaves
-from ...core.contract.method import ClientInfo, ServerView, Task
+from ...core.contract.method import AnyMethod, ClientInfo, ServerView, Task
 from ...core.errors import TaskError
-from ...engines.engine import AnyMethod
 from ...training.tracing import trace_upload
 
 _FINE = 2**53

@@ -20,14 +20,13 @@ import torch
 
 from ...core.contract.client_model import ClientModel
 from ...core.contract.contribution import Mean
-from ...core.contract.method import ClientInfo, ClientView, ServerView, Task
+from ...core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ...core.contract.model import Model
 from ...core.contract.returned import check_pair
 from ...core.contract.update import Update
 from ...core.contract.wrapper import MethodWrapper
 from ...core.errors import ConfigError, TaskError
 from ...core.tree import Params, tree
-from ...engines.engine import AnyMethod
 from ..run_settings import RunSettings
 
 

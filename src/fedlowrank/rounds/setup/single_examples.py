@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ...core.contract.method import Pass
+from ...core.contract.method import AnyMethod, Pass
 from ...core.errors import SingleValueError
 from ...data.federation import Federation
-from ...engines.engine import AnyMethod
 from ...models.architecture import Architecture
 
 NEAREST = 32
