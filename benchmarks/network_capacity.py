@@ -66,7 +66,7 @@ def tables(clients: int, rounds: int) -> dict[str, Any]:
         "partition": {"kind": "iid", "clients": clients},
         "model": {"names": ["mlp"], "hidden": [320]},
         "run": {"rounds": rounds, "representations": 0, "evaluate_every": rounds},
-        "network": {"wait": 900.0, "deadline": 900.0, "min_replies": clients},
+        "network": {"wait": 600.0, "deadline": 120.0, "min_replies": clients},
     }
 
 
@@ -79,6 +79,9 @@ def be_clients(address: str, base: Path, first: int, last: int, kind: str) -> No
     from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
 
     torch.set_num_threads(1)
+    # what a message was given up for stands in the log
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     is_ours = kind == "ours"
     app, one_at_a_time = flower.client if is_ours else echo(), threading.Lock()
 

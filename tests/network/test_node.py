@@ -15,10 +15,12 @@ from flwr.app import Message, RecordDict
 from flwr.app.metadata import Metadata
 from flwr.server.utils import validator
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from flwr.supercore.run import Run, RunNotRunningException
 
 from fedlowrank.network import flower
 from fedlowrank.network.client import ClientRuntime
+from fedlowrank.network.deploy import node as deploy_node
 from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
 from fedlowrank.network.flower import from_records, to_records
 
@@ -137,6 +139,20 @@ def test_a_run_that_ended_while_its_message_was_fetched_is_given_up(folder: Path
     server.over = True
     assert Node(server.connection(), flower.client, PINNED, folder, tmp_path).step()
     assert server.reply is None
+
+
+def test_a_message_whose_content_the_server_lost_is_given_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(run: int, name: str) -> bytes:
+        raise ObjectUnavailableError(name)
+
+    monkeypatch.setattr(deploy_node, "PATIENCE", 0.0)
+    server = Server(to_records("{}", b""), "query.registration", run_of(*PINNED))
+    # Flower waits for ever; the server asks again after its deadline, and only a node that gave up hears it
+    assert Node(server.connection()._replace(pull=lost), flower.client, PINNED, folder, tmp_path).step()
+    assert server.reply is None
+    assert "a message was given up" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")

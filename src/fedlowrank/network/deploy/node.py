@@ -74,6 +74,10 @@ GIVEN_UP = (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPush
 """Errors after which a message is not answered: the run may be over, or the message too old."""
 
 
+PATIENCE = 120.0
+"""Seconds in which a piece of a message must appear at the server; a piece that it lost would be waited for until the
+run ends."""
+
 _MOST_RUNS = 100
 """Runs of the server of which is remembered whether they are refused."""
 
@@ -222,7 +226,9 @@ class Node:
                 raise RefusedOrderError(f"a message of the server was not read to its end: {bound.problem}")
 
         check()
-        contents = pull_objects(list(dict.fromkeys(wanted)), pull)
+        # as long again as a large payload takes at 1 MiB/s, for the server may still be storing it
+        patience = PATIENCE + bound.most / 2**20
+        contents = pull_objects(list(dict.fromkeys(wanted)), pull, max_time=patience)
         self.connection.confirm(run, message.metadata.message_id)
         whole = inflate_object_from_contents(objects.object_id, contents)
         if not isinstance(whole, Message):
