@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engines.counting import Counting
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
@@ -15,7 +16,6 @@ from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine, client_view
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedala import FedALA
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedrod import FedRoD
@@ -289,8 +289,6 @@ def test_bad_settings_are_refused(make: Any, said: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", [MOON, FedRoD, PFedMe, FedALA])
-def test_clients_of_one_model_are_trained_at_once(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: list[Any] = []
-    monkeypatch.setattr("fedlowrank.engines.vectorized._alone", alone.append)
-    run_of(method(**LOCAL), alike(**F32), engine=Vectorized)
-    assert alone == []
+def test_clients_of_one_model_are_trained_at_once(method: Any) -> None:
+    run = run_of(method(**LOCAL), alike(**F32), engine=Counting)
+    assert set(run.engine.sizes) == {len(SIZES)}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engines.counting import Counting
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,7 +19,6 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine, client_key, client_view
-from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
@@ -464,10 +464,7 @@ def test_bad_settings_are_refused(make: Any, said: str) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", METHODS)
-def test_clients_of_one_model_are_trained_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a function that captured what differs between clients would be executed client by client
-    alone: list[Any] = []
-    monkeypatch.setattr("fedlowrank.engines.vectorized._alone", alone.append)
-    run = run_of(METHODS[name](**LOCAL), alike(**F32), engine=Vectorized)
+def test_clients_of_one_model_are_trained_at_once(name: str) -> None:
+    run = run_of(METHODS[name](**LOCAL), alike(**F32), engine=Counting)
     assert len(run.state.clients) == len(SIZES)
-    assert alone == []
+    assert set(run.engine.sizes) == {len(SIZES)}

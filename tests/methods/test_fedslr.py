@@ -10,6 +10,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from tests.engines.counting import Counting
 from torch import nn
 
 from fedlowrank.core import tree
@@ -17,10 +18,9 @@ from fedlowrank.core.contract.contribution import mean
 from fedlowrank.core.errors import ConfigError, NonFiniteError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines import ENGINES, vectorized
+from fedlowrank.engines import ENGINES
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.matricize import LowRank, unpack_weights
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
@@ -364,12 +364,10 @@ def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: s
 
 
 @pytest.mark.parametrize("method", [FedSLR(private="low_rank"), LPGD()], ids=["fedslr", "lpgd"])
-def test_clients_run_together(method, monkeypatch: pytest.MonkeyPatch) -> None:
-    def alone(client):
-        raise AssertionError("this client runs by itself: a function captures what differs between clients")
-
-    monkeypatch.setattr(vectorized, "_alone", alone)
-    Run(method, check_federation(False), RunSettings(rounds=1), Vectorized()).step()
+def test_clients_run_together(method) -> None:
+    engine = Counting()
+    Run(method, check_federation(False), RunSettings(rounds=1), engine).step()
+    assert set(engine.sizes) == {5}
 
 
 def test_settings_out_of_range_are_refused() -> None:

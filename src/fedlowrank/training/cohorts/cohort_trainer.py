@@ -117,9 +117,9 @@ class CohortTrainer:
         return value
 
     def steps(self, name: str) -> Any:
-        """Steps of a pass: a number, or where the clients differ a number of each, int64 ``[K]``."""
+        """Steps of a pass: a number, or where the clients differ a number of each, float64 ``[K]`` to compute with."""
         found = [local.steps(name) for local in self._locals]
-        return found[0] if len(set(found)) == 1 else stack(torch.tensor(found))
+        return found[0] if len(set(found)) == 1 else stack(torch.tensor(found, dtype=torch.float64))
 
     def _next(self, compute: Callable[[], VerbAnswer]) -> VerbAnswer:
         place = len(self.answers)

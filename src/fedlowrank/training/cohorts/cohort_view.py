@@ -50,7 +50,9 @@ class CohortKey:
 
     def draw(self, f: Callable[[torch.Generator, int], Tensor], count: Any) -> Tensor:
         """See :meth:`fedlowrank.core.key.Key.draw`; rows beyond a client's own number are zero."""
-        counts = raw(count).tolist() if isinstance(count, Tensor) else [count] * len(self._keys)
+        counts = (
+            [int(n) for n in raw(count).tolist()] if isinstance(count, Tensor) else [count] * len(self._keys)
+        )
         drawn = [f(key.generator(), n) for key, n in zip(self._keys, counts, strict=True)]
         return stack(torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True))
 
