@@ -54,7 +54,7 @@ def forget() -> None:
         ["resume", "RUN"],
         ["export", "RUN"],
         ["adapters", "RUN"],
-        ["score", "RUN", "--task", "gsm8k", "path=none.jsonl"],
+        ["score", "RUN", "--task", "perplexity", "path=none.jsonl"],
     ],
 )
 def test_a_run_folder_imports_nothing_unless_allowed(arguments: list[str], capsys: Capsys) -> None:

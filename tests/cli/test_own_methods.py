@@ -149,7 +149,7 @@ def test_a_class_that_does_not_fit(text: str, says: str, capsys: Capsys) -> None
     ids=["method", "option", "variant"],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "command", [["resume"], ["export"], ["adapters"], ["score", "--task", "gsm8k", "path=no"]]
+    "command", [["resume"], ["export"], ["adapters"], ["score", "--task", "perplexity", "path=no"]]
 )
 def test_a_run_folder_imports_nothing_unless_allowed(
     text: str, options: list[str], folder: str, command: list[str], capsys: Capsys

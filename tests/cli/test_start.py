@@ -44,7 +44,7 @@ STEPS = {
     "import fedlowrank.engines": {"ray", COMPILER},
     COUNT: {COMPILER},
     "import fedlowrank.language.base_model, fedlowrank.language.peft_adapter, fedlowrank.language.artifacts": LANGUAGE,
-    "import fedlowrank.language.tiny, fedlowrank.language.llama2c, fedlowrank.language.scores.harness": LANGUAGE,
+    "import fedlowrank.language.tiny, fedlowrank.language.scores.harness": LANGUAGE,
 }
 """What is executed one after another, and the packages that are not in memory afterwards."""
 IMPORTED = "print('\\nin memory:', *sorted({m if m == 'torch._dynamo' else m.partition('.')[0] for m in sys.modules}))"

@@ -1,6 +1,10 @@
 """Models of llama2.c: the converted folder computes and cuts up texts as the format says."""
 
+import importlib.util
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +14,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlowrank.core.errors import DataError
-from fedlowrank.language.llama2c import convert_llama2c
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "llama2c.py"
+SPEC = importlib.util.spec_from_file_location("llama2c", SCRIPT)
+llama2c = importlib.util.module_from_spec(SPEC)
+sys.modules["llama2c"] = llama2c
+SPEC.loader.exec_module(llama2c)
+convert_llama2c = llama2c.convert_llama2c
 
 DIM, HIDDEN, LAYERS, HEADS, KV, LENGTH = 24, 20, 2, 6, 3, 16
 PIECES = ["he", " t", "th", "the", " the", "ll", "hell", "llo", "ab", "bc", "abc", " a", "!"]
@@ -209,6 +219,19 @@ def test_files_that_are_not_of_the_format(tmp_path, damage, words):
     damage(model, tokenizer)
     with pytest.raises(DataError, match=words):
         convert_llama2c(model, tokenizer, tmp_path / "made")
+
+
+@pytest.mark.full
+def test_the_script_converts_or_names_the_fault(tmp_path):
+    def convert(*paths):
+        return subprocess.run([sys.executable, SCRIPT, *paths], capture_output=True, text=True, check=False)
+
+    model, tokenizer = write(tmp_path, arrays(0, True))
+    assert convert(model, tokenizer, tmp_path / "made").stdout == f"{tmp_path / 'made'}\n"
+    assert AutoTokenizer.from_pretrained(tmp_path / "made")("the").input_ids[0] == 1
+    found = convert(tmp_path / "none.bin", tokenizer, tmp_path / "made")
+    assert found.returncode == 2
+    assert "cannot read" in found.stderr
 
 
 @pytest.fixture(scope="module")

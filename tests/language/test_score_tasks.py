@@ -8,8 +8,6 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.language.scores import (
     Decoding,
     DollyTask,
-    Gsm8kTask,
-    HumanEvalTask,
     PerplexityTask,
     Score,
     complete_prompts,
@@ -34,57 +32,13 @@ def asked(record):
     return f"[{record['instruction']}|{record['input']}]"
 
 
-QUESTIONS = [{"question": f"what is {i}?", "answer": f"well\n#### {i}"} for i in range(4)]
-
-
-def test_gsm8k_without_shots(tmp_path, tokenizer):
-    says = {
-        "[what is 0?|]": "0",
-        "[what is 1?|]": "#### 1",
-        "[what is 2?|]": "#### 2.0",
-        "[what is 3?|]": "4",
-    }
-    path = write(tmp_path / "test.jsonl", QUESTIONS)
-    score = Gsm8kTask(path).score(Scripted(tokenizer, says), tokenizer, asked)
-    assert (score.name, score.value, score.count) == ("gsm8k", 0.75, 4)
-    assert (score.details["last"], score.details["strict"], score.details["flexible"]) == (0.75, 0.25, 0.5)
-    assert score.decoding == Decoding(512).describe()
-    assert Gsm8kTask(path, grade="strict").score(Scripted(tokenizer, says), tokenizer, asked).value == 0.25
-    assert Gsm8kTask(path, limit=2).score(Scripted(tokenizer, says), tokenizer, asked).value == 1.0
-
-
-def test_gsm8k_with_the_first_training_records_as_shots(tmp_path, tokenizer):
-    test = write(tmp_path / "test.jsonl.gz", QUESTIONS)
-    train = write(
-        tmp_path / "train.jsonl.gz", [{"question": f"train {i}?", "answer": f"#### {i}"} for i in range(10)]
-    )
-    model = Scripted(tokenizer, lambda prompt: f" {prompt.split()[-2][:-1]}\n\nQuestion: 77")
-    score = Gsm8kTask(test, shots=8, train_path=train).score(model, tokenizer, asked)
-    assert score.value == 1.0
-    assert "8-shot" in score.details["prompts"]
-    assert "Question" in score.decoding
-    for prompt in model.asked:
-        assert [f"train {i}?" in prompt for i in range(10)] == [True] * 8 + [False] * 2
-    with pytest.raises(DataError, match="10 records; 11 shots"):
-        Gsm8kTask(test, shots=11, train_path=train).score(model, tokenizer, asked)
-    for wrong in (
-        {"shots": 8},
-        {"train_path": train},
-        {"shots": -1, "train_path": train},
-        {"grade": "any"},
-        {"limit": 0},
-    ):
-        with pytest.raises(ConfigError):
-            Gsm8kTask(test, **wrong)
-
-
 def test_dolly_scores_the_held_out_category(tmp_path, tokenizer):
     records = [
         {"instruction": "a", "context": "b", "response": "the cat sat", "category": "held"},
         {"instruction": "c", "context": "", "response": "the cat sat", "category": "held"},
         {"instruction": "d", "context": "", "response": "x", "category": "seen"},
     ]
-    path = write(tmp_path / "dolly.jsonl", records)
+    path = write(tmp_path / "dolly.jsonl.gz", records)
     says = {"[a|b]": " The cat sat.\n", "[c|]": "the dog", "[d|]": "x"}
     score = DollyTask(path, "held").score(Scripted(tokenizer, says), tokenizer, asked)
     # one whole match; one word of two and three in common
@@ -97,64 +51,6 @@ def test_dolly_scores_the_held_out_category(tmp_path, tokenizer):
     ).value == pytest.approx(1)
     with pytest.raises(DataError, match="Did you mean 'held'"):
         DollyTask(path, "helt").score(Scripted(tokenizer, says), tokenizer, asked)
-
-
-PROBLEMS = [
-    {
-        "task_id": f"own/{i}",
-        "prompt": f"def f{i}(x):\n",
-        "entry_point": f"f{i}",
-        "test": f"def check(f):\n    assert f(1) == {i}\n",
-    }
-    for i in range(3)
-]
-
-
-def test_humaneval(tmp_path, tokenizer):
-    path = write(tmp_path / "problems.jsonl", PROBLEMS)
-    says = {
-        "def f0(x):\n": "    return 0\n",
-        "def f1(x):\n": "    return x\nprint(",
-        "def f2(x):\n": "    return x\n",
-    }
-    model = Scripted(tokenizer, says)
-    with pytest.raises(ConfigError) as found:
-        HumanEvalTask(path, execute=False).score(model, tokenizer, asked)
-    assert str(found.value) == (
-        "humaneval runs programs that the model wrote, under limits that are no security boundary. "
-        "Set execute to true to say that this machine has nothing to lose."
-    )
-    for execute in (None, 1, "yes"):
-        with pytest.raises(ConfigError) as found:
-            HumanEvalTask(path, execute=execute)
-        assert str(found.value) == f"humaneval.execute: input should be a valid boolean; it is {execute!r}"
-    assert model.asked == []
-    score = HumanEvalTask(path, execute=True).score(model, tokenizer, asked)
-    assert score.value == score.details["pass@1"] == pytest.approx(2 / 3)
-    assert "in force" in score.details["sandbox (not a security boundary)"]
-    assert score.details["timed out"] == 0
-    formatted = Scripted(tokenizer, lambda prompt: says[prompt.partition("]")[2]])
-    score = HumanEvalTask(path, execute=True, prompting="format", instruction="do").score(
-        formatted, tokenizer, asked
-    )
-    assert score.value == pytest.approx(2 / 3)
-    assert formatted.asked[0] == "[do|def f0(x):\n]def f0(x):\n"
-
-
-def test_humaneval_with_samples(tmp_path, tokenizer):
-    path = write(tmp_path / "problems.jsonl", PROBLEMS[:2])
-    count = iter(range(100))
-    model = Scripted(tokenizer, lambda prompt: f"    return {next(count) % 4}\n")
-    task = HumanEvalTask(
-        path, execute=True, samples=4, k=(1, 2), decoding=Decoding(9, "sample", batch_size=4)
-    )
-    score = task.score(model, tokenizer, asked)
-    # of four samples one is right: half of the pairs hold it
-    assert (score.details["pass@1"], score.details["pass@2"]) == (pytest.approx(0.25), pytest.approx(0.5))
-    assert (score.value, score.count) == (pytest.approx(0.25), 2)
-    for wrong in ({"samples": 2}, {"k": (2,)}, {"k": ()}, {"prompting": "chat"}):
-        with pytest.raises(ConfigError):
-            HumanEvalTask(path, execute=True, **wrong)
 
 
 def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
@@ -196,8 +92,8 @@ def test_a_real_model_goes_through_a_task(tmp_path, tokenizer):
     ("content", "message"),
     [
         (b"", "holds no rows"),
-        (b'{"question": "a"}\n', "line 1 has no 'answer'"),
-        (b'{"question": 1, "answer": "1"}\n', "must be text, not 1"),
+        (b'{"instruction": "a"}\n', "line 1 has no 'response'"),
+        (b'{"instruction": 1, "response": "1"}\n', "must be text, not 1"),
         (None, "does not exist"),
     ],
 )
@@ -206,4 +102,4 @@ def test_files_that_cannot_be_used_are_named(tmp_path, tokenizer, content, messa
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        Gsm8kTask(str(path)).score(Scripted(tokenizer, {}), tokenizer, asked)
+        DollyTask(str(path)).score(Scripted(tokenizer, {}), tokenizer, asked)

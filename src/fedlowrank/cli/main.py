@@ -195,7 +195,11 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("score", "language_commands:score", best, "score what a run's language models write")
     add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
-    add("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
+    add(
+        "--task",
+        required=True,
+        help="dolly, perplexity, or lm_eval for a task of the lm-evaluation-harness: name=gsm8k",
+    )
     add("--model", action="append", default=[], dest="models",
         help="server, base or a client's number; may be repeated")  # fmt: skip
     add("-o", "--out", type=Path, help="also write the scores to this JSON file")

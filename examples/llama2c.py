@@ -1,7 +1,14 @@
-"""Small Llamas in the format of llama2.c ("legacy v0"), converted to a folder of ``transformers``."""
+"""Convert a small Llama in the format of llama2.c ("legacy v0") to a folder of ``transformers``.
+
+    python examples/llama2c.py MODEL.bin TOKENIZER.bin FOLDER
+
+`experiments/fedhl/cpu` uses stories260K, converted by `python examples/llama2c.py stories260K.bin tok512.bin
+models/stories260K`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.errors import DataError
-from ..core.key import Key
-from ..models.architecture import build_module
-from .optional import import_library
+from fedlowrank.core.errors import DataError
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _FIRST_BYTE = 3
@@ -78,12 +82,13 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
         The folder.
 
     Raises:
-        DataError: if transformers is missing, or a file is not of the format.
+        DataError: if a file is not of the format.
     """
-    library = import_library("transformers", "a language model")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     shape, arrays = _read_model(model)
     pieces = _read_tokenizer(tokenizer, shape.vocabulary)
-    config = library.LlamaConfig(
+    config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.dim,
         intermediate_size=shape.hidden,
@@ -99,17 +104,11 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
         bos_token_id=1,
         eos_token_id=2,
     )
-
-    def make() -> nn.Module:
-        made: nn.Module = library.LlamaForCausalLM(config)
-        return made
-
-    # all initial values are overwritten
-    llama: Any = build_module(make, Key((0,)))
+    llama: Any = LlamaForCausalLM(config)
     llama.load_state_dict(_state(shape, arrays))
     folder.mkdir(parents=True, exist_ok=True)
     llama.save_pretrained(folder)
-    _fast_tokenizer(library, pieces, shape.length).save_pretrained(folder)
+    _fast_tokenizer(pieces, shape.length).save_pretrained(folder)
     return folder
 
 
@@ -204,9 +203,10 @@ def _state(shape: Shape, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in out.items()}
 
 
-def _fast_tokenizer(library: Any, pieces: list[tuple[str, float]], length: int) -> Any:
+def _fast_tokenizer(pieces: list[tuple[str, float]], length: int) -> Any:
     """A BPE whose merges are ranked by the score of what they make, as SentencePiece ranks them."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
     mergeable = {p for p, i in vocabulary.items() if i >= _FIRST_BYTE + 256}
@@ -219,6 +219,18 @@ def _fast_tokenizer(library: Any, pieces: list[tuple[str, float]], length: int) 
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     names = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
-    return library.PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=made, model_max_length=length, clean_up_tokenization_spaces=False, **names
     )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Convert a model of llama2.c to a folder of transformers.")
+    parser.add_argument("model", type=Path, help="weights, such as stories260K.bin")
+    parser.add_argument("tokenizer", type=Path, help="vocabulary, such as tok512.bin")
+    parser.add_argument("folder", type=Path, help="made if it does not exist")
+    given = parser.parse_args()
+    try:
+        print(convert_llama2c(given.model, given.tokenizer, given.folder))
+    except DataError as error:
+        parser.error(str(error))
