@@ -470,7 +470,9 @@ def lying(times: float, examples: int | None = None) -> Callable[[NodeMessage, R
         if not response.payload:
             return response
         down, up = tree.decode(message.payload), tree.decode(response.payload)
-        return replace(response, payload=tree.encode(tree.map(lambda d, u: d + times * (u - d), down, up)))
+        return replace(
+            response, payload=tree.encode(tree.map_leaves(lambda d, u: d + times * (u - d), down, up))
+        )
 
     return lie
 

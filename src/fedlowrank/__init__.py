@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ServerView,
         Task,
     )
-    from .core.contract.update import Update
+    from .core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
     from .core.errors import FedlowrankError
     from .core.key import Key
     from .core.learning.batch_losses import cross_entropy, supervised_loss, task_loss
@@ -55,7 +55,7 @@ _MODULES = {
     "core.learning.losses": "Loss",
     "core.contract.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
     "core.learning.optimizer": "SGD, AdamW, Group, LocalSchedule, Schedule",
-    "core.contract.update": "Update",
+    "core.contract.update": "NO_UPDATE, ZERO_REFERENCE, Update",
     "data.augment": "Augment",
     "data.federation": "Federation",
     "methods": "METHODS",
@@ -85,7 +85,9 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "METHODS",
+    "NO_UPDATE",
     "SGD",
+    "ZERO_REFERENCE",
     "AdamW",
     "Attack",
     "Augment",

@@ -44,7 +44,7 @@ def shaken(
     where: dict[str, AdaptedParameter], count: int, construction: Construction = "balanced"
 ) -> Adaptors:
     made = initial_adaptors(where, count, KEY, construction, torch.zeros(0, dtype=REAL))
-    return tree.map(lambda t: randn(*t.shape, seed=t.numel()), made)
+    return tree.map_leaves(lambda t: randn(*t.shape, seed=t.numel()), made)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -297,7 +297,7 @@ def test_what_a_rank_takes_is_what_is_made(
 def test_preconditioning_against_numpy() -> None:
     m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5), nn.Embedding(7, 4)).double()
     where = find_adapted_parameters(m, 2)
-    at, g = shaken(where, 3), tree.map(lambda t: t.cos(), shaken(where, 3))
+    at, g = shaken(where, 3), tree.map_leaves(lambda t: t.cos(), shaken(where, 3))
     made = precondition_adaptors(weights_of(m), g, at, eps=1e-3)
     for name, c in itertools.product(where, range(3)):
         a, b, d = at[name], g[name], made[name]
@@ -318,7 +318,7 @@ def test_half_precision_is_decomposed_in_single(dtype: torch.dtype) -> None:
     p, g = (Pairs(randn(2, 6, 2, seed=s).to(dtype), randn(2, 5, 2, seed=s + 9).to(dtype)) for s in (0, 1))
     made, exact = (
         precondition_matrix(g, p),
-        precondition_matrix(tree.map(Tensor.float, g), tree.map(Tensor.float, p)),
+        precondition_matrix(tree.map_leaves(Tensor.float, g), tree.map_leaves(Tensor.float, p)),
     )
     assert made.u.dtype == dtype
     torch.testing.assert_close(made.u.float(), exact.u, rtol=1e-2, atol=1e-3)

@@ -199,7 +199,7 @@ def test_the_adaptors_are_those_of_the_federated_method() -> None:
     model = Floral(network(), rank=0.2, num_clusters=2, seed=5)
     where = find_adapted_parameters(model.base, 0.2)
     wanted = initial_adaptors(where, 2, Key((5,)) / "adaptors", like=torch.zeros(0, dtype=REAL))
-    assert tree.equal(tree.map(Tensor.detach, model.adapted()), wanted)
+    assert tree.equal(tree.map_leaves(Tensor.detach, model.adapted()), wanted)
     assert fedlowrank.METHODS["floral"] is not Floral
     assert issubclass(Floral, nn.Module)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedlowrank.core.contract.contribution import Aggregator, Mean, RunningMean, Sum
 from fedlowrank.core.contract.task import Batch
 from fedlowrank.core.learning.optimizer import SGD, AdamW
-from fedlowrank.core.learning.server_optimizer import fresh_memory, server_step
+from fedlowrank.core.learning.server_optimizer import initial_optimizer_state, server_step
 from fedlowrank.core.tree import TreeError
 
 HALF = [torch.bfloat16, torch.float16]
@@ -87,7 +87,7 @@ def test_the_servers_optimizer_remembers_in_float32(
     dtype: torch.dtype, ours: Any, theirs: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     now = {"w": torch.linspace(0.5, 1.5, 6).to(dtype)}
-    model, memory = now["w"].double().requires_grad_(), fresh_memory()
+    model, memory = now["w"].double().requires_grad_(), initial_optimizer_state()
     optimizer = theirs([model])
     for step in range(25):
         # a mean that is nearer than the next number of the type

@@ -209,7 +209,7 @@ def test_a_batch_without_its_padding_is_the_same_batch() -> None:
 def test_padding_changes_no_run(method: Any) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     a, b = ends(clients, method), ends([widened(e, 11) for e in clients], method)
-    tree.map(
+    tree.map_leaves(
         lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), a.state.server, b.state.server
     )
     start = a.federation.architectures["m"].initial["head.weight"]
@@ -221,7 +221,9 @@ def test_padding_changes_no_run(method: Any) -> None:
 def test_clients_at_once_average_over_their_own_tokens() -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     a, b = ends(clients), ends(clients, engine=Vectorized)
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-9), a.state.server, b.state.server)
+    tree.map_leaves(
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-9), a.state.server, b.state.server
+    )
 
 
 @pytest.mark.full
@@ -229,7 +231,7 @@ def test_clients_at_once_average_over_their_own_tokens() -> None:
 def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     whole, parts = ends(clients), ends(clients, micro_batch=size)
-    tree.map(
+    tree.map_leaves(
         lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12),
         whole.state.server,
         parts.state.server,
@@ -241,7 +243,7 @@ def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
 def test_batches_taken_in_parts_end_where_whole_ones_do_in_single_precision(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     whole, parts = ends(clients), ends(clients, micro_batch=size)
-    tree.map(
+    tree.map_leaves(
         lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-7),
         whole.state.server,
         parts.state.server,

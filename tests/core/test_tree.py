@@ -518,7 +518,7 @@ def test_gradients_flow_through_products_and_distances() -> None:
 @ANY
 @given(TREES)
 def test_mapping_the_identity_keeps_a_tree(value: Any) -> None:
-    assert_same(tree.canonical(value), tree.map(lambda t: t.detach(), value))
+    assert_same(tree.canonical(value), tree.map_leaves(lambda t: t.detach(), value))
 
 
 def test_the_canonical_form_is_detached_and_contiguous() -> None:

@@ -1,3 +1,5 @@
+"""CSV and Parquet tables become features, classes and clients; a file that does not fit is refused by name."""
+
 import numpy as np
 import pandas
 import pytest

@@ -1,3 +1,5 @@
+"""Examples are taken, standardized and scaled as plain numpy does it, and data that do not fit are refused."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""The table and the map of clients show the counts of each class."""
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""Image folders and array files are read as they lie; a damaged one is named."""
+
 import sys
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Files of MNIST and CIFAR in their own formats give the pixels and labels that were written."""
+
 import gzip
 import pickle
 import struct

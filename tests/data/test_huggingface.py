@@ -1,3 +1,5 @@
+"""Data sets saved by the library datasets are read with their splits, classes and columns."""
+
 import sys
 
 import numpy as np

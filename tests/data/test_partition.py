@@ -1,3 +1,5 @@
+"""Each partition gives the shares that its definition says, with every example at most once."""
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Partitions of Hugging Face's data sets become clients with the labels numbered over all of them."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""A client's examples are split into parts of the shares that were set, and each example is in one part."""
+
 import numpy as np
 import pytest
 import torch

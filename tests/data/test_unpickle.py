@@ -1,3 +1,5 @@
+"""Pickles of data sets are read without running code, and malicious ones are refused."""
+
 import os
 import pickle
 

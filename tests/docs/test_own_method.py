@@ -214,7 +214,7 @@ def test_the_helpers_of_trees_exist_with_these_arguments() -> None:
             given = [values[a] for a in arguments.split(", ") if a in values]
             function(*given)
     assert tree.equal(tree.add(trees, trees, scale=-1.0), tree.zeros_like(trees))
-    half = tree.map(lambda x, y: torch.lerp(x, y, 0.5), trees, tree.zeros_like(trees))
+    half = tree.map_leaves(lambda x, y: torch.lerp(x, y, 0.5), trees, tree.zeros_like(trees))
     assert tree.equal(half, contribution.mean([trees, tree.zeros_like(trees)], [1, 1]))
 
 

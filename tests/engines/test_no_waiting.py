@@ -257,7 +257,7 @@ def stacked(asked: Request, clients: int) -> Request:
     """The request of clients that begin alike."""
 
     def rows(value: Any) -> Any:
-        return tree.map(lambda t: t.expand(clients, *t.shape).clone(), value)
+        return tree.map_leaves(lambda t: t.expand(clients, *t.shape).clone(), value)
 
     term = asked.proximal_term
     if term is not None:

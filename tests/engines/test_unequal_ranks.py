@@ -128,6 +128,6 @@ def test_uploads_are_of_each_clients_own_rank() -> None:
 
 
 def tree_pairs(upload: Any) -> list[Any]:
-    from fedlowrank.methods.families.lora_family import read_factors
+    from fedlowrank.adapters.wire_format import unpack_factors
 
-    return list(read_factors(upload).values())
+    return list(unpack_factors(upload.factors).values())

@@ -1,3 +1,5 @@
+"""Generation takes the likeliest tokens or samples from their distribution, and leaves model and tokenizer unchanged."""
+
 import numpy as np
 import pytest
 import torch

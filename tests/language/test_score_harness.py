@@ -1,3 +1,5 @@
+"""Tasks of lm-evaluation-harness are scored from local files by a run's model, and programs run only if told to."""
+
 import json
 import random
 import sys

@@ -1,3 +1,5 @@
+"""Perplexity is the exponential of the mean loss of each token, whatever the batch."""
+
 import math
 
 import numpy as np

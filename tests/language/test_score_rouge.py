@@ -1,3 +1,5 @@
+"""ROUGE-L is the F measure of the longest common subsequence."""
+
 import re
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tasks score held-out texts and answers, and files that cannot be used are named."""
+
 import gzip
 import json
 import math

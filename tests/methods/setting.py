@@ -178,4 +178,4 @@ def same(found: Any, wanted: Any, atol: float = 1e-10) -> None:
 
 def close(a: Any, b: Any, atol: float = 1e-12) -> None:
     """Two trees of tensors agree up to rounding."""
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
+    tree.map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)

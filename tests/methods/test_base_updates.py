@@ -58,7 +58,7 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
     federation = Federation.from_arrays(arrays(), wrapped, classes=CLASSES, rank=[2] * 4)
     method = kind(tuning=Tuning(rank=2, wire=wire), optimizer=SGD(lr=0.1), batch_size=8)
     run = run_of(method, federation, rounds=3, evaluate_every=9)
-    ledger = run.state.server.ledger
+    ledger = run.state.server.history
     whole = sum(d * k for d, k in lora_of(federation.architectures["model"]).shapes.values())
     for state in run.state.clients.values():
         assert len(state.base.stacks) == 2
@@ -83,32 +83,36 @@ def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_c
     found, given = layer(), updates(12)
     steady = [Base({}, []) for _ in range(2)]
     for i, update in enumerate(given):
-        steady = [b.followed([pack_factors(update, "float32")], "merged", found) for b in steady]
+        steady = [b.with_updates([pack_factors(update, "float32")], "merged", found) for b in steady]
         # 4 · (40 + 30) numbers an update, of which 4 are fewer than 40 · 30
         assert len(steady[0].stacks) == (i + 1) % 5
         assert tree.numel(steady[0]) <= 2 * D * K
         assert places(steady[0]) == places(steady[1])
-    late = Base({}, []).followed([pack_factors(u, "float32") for u in given], "merged", found)
+    late = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "merged", found)
     assert tree.equal(late, steady[0])
     total = sum(u["a"].b.numpy() @ u["a"].a.numpy() for u in given)
-    _, moved = late.beside("merged", found)
+    _, moved = late.frozen_factors_or_weights("merged", found)
     np.testing.assert_allclose(moved["a.weight"].numpy(), found.base["a.weight"].numpy() + total, atol=1e-12)
     # stacked, they stay factors
-    beside = Base({}, []).followed([pack_factors(u, "float32") for u in given], "stacked", found)
-    frozen, nothing = beside.beside("stacked", found)
+    beside = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "stacked", found)
+    frozen, nothing = beside.frozen_factors_or_weights("stacked", found)
     np.testing.assert_allclose(frozen["a"].dense().numpy(), total, atol=1e-12)
-    assert (len(beside.stacks), nothing, Base({}, []).beside("merged", found)) == (12, {}, ({}, {}))
+    assert (len(beside.stacks), nothing, Base({}, []).frozen_factors_or_weights("merged", found)) == (
+        12,
+        {},
+        ({}, {}),
+    )
 
 
 def test_clients_with_other_updates_get_another_base() -> None:
     found, (first, second, third) = layer(), updates(3)
     bases = [
-        Base({}, []).followed([pack_factors(u, "float32") for u in us], "merged", found)
+        Base({}, []).with_updates([pack_factors(u, "float32") for u in us], "merged", found)
         for us in ([first, second], [third])
     ]
 
     def weight(base: Base) -> Tensor:
-        return base.beside("merged", found)[1]["a.weight"]
+        return base.frozen_factors_or_weights("merged", found)[1]["a.weight"]
 
     one, other = weight(bases[0]), weight(bases[1])
     assert weight(bases[1]) is other
@@ -122,10 +126,10 @@ def test_clients_with_other_updates_get_another_base() -> None:
 
 def test_small_updates_of_a_base_in_half_precision_are_not_lost() -> None:
     found, given = layer(torch.bfloat16), updates(50, dtype=torch.bfloat16, size=0.02)
-    base = Base({}, []).followed([pack_factors(u, "float32") for u in given], "merged", found)
+    base = Base({}, []).with_updates([pack_factors(u, "float32") for u in given], "merged", found)
     total = sum(u["a"].b.double() @ u["a"].a.double() for u in given)
     start = found.base["a.weight"].double()
-    moved = base.beside("merged", found)[1]["a.weight"]
+    moved = base.frozen_factors_or_weights("merged", found)[1]["a.weight"]
     assert moved.dtype == torch.bfloat16
     # rounded once, to the type of the weight
     assert torch.equal(moved, (start + total).to(torch.bfloat16)) or float(

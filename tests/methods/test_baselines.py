@@ -130,7 +130,7 @@ def test_the_first_step_of_fedopt_by_hand(method: Any, m: float, v: float) -> No
     federation = alike()
     task = federation.task(1)
     server = method.server_init(task)
-    moved = tree.map(lambda t: t + 0.3, server.model)
+    moved = tree.map_leaves(lambda t: t + 0.3, server.model)
     after: Server = method.server_update(server, moved, ServerView(task, 0, federation.key))
     step = 2.0 * m / (v**0.5 + method.tau)
     for name, start in server.model.items():

@@ -18,7 +18,11 @@ from fedlowrank.core.contract.contribution import Aggregator
 from fedlowrank.core.contract.method import Batch, ClientInfo
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
-from fedlowrank.core.learning.server_optimizer import Memory, fresh_memory, server_step
+from fedlowrank.core.learning.server_optimizer import (
+    ServerOptimizerState,
+    initial_optimizer_state,
+    server_step,
+)
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
@@ -27,11 +31,11 @@ from fedlowrank.methods.families.clusters import (
     by_cluster,
     cluster_means,
     cluster_weights,
-    even,
     initial_models,
     known_cluster,
     losses_of,
-    select,
+    select_cluster,
+    zero_router_logits,
 )
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedem import FedEM
@@ -114,7 +118,7 @@ def test_shares_are_a_softmax_at_a_temperature() -> None:
         e = np.exp(theta.numpy() / temperature)
         np.testing.assert_allclose(Router(temperature=temperature).shares(theta), e / e.sum(), atol=1e-14)
     assert Router(temperature=0.01).shares(theta)[2] == 1
-    assert torch.equal(Router().shares(even({"a": torch.zeros(4, 2)})), torch.full((4,), 0.25))
+    assert torch.equal(Router().shares(zero_router_logits({"a": torch.zeros(4, 2)})), torch.full((4,), 0.25))
 
 
 def test_the_largest_are_mixed_and_of_equal_ones_the_first() -> None:
@@ -197,7 +201,7 @@ def test_the_mean_of_each_cluster_by_hand() -> None:
 
 
 def test_a_lone_cluster_counts_for_its_own_alone() -> None:
-    old, ups = some(0), [select(some(1), 1), select(some(2), 1), some(3)]
+    old, ups = some(0), [select_cluster(some(1), 1), select_cluster(some(2), 1), some(3)]
     found = cluster_mean(old, ups, [[0.0, 3.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
     for (_, o), (_, f), (_, a), (_, b), (_, c) in zip(*map(tree.leaves, (old, found, *ups)), strict=True):
         assert a.shape[0] == b.shape[0] == 1
@@ -210,14 +214,14 @@ def test_next_to_no_weight_leaves_a_cluster_as_it_was() -> None:
     old = some(0)
     for little, kept in ((1e-6, True), (1e-2, False)):
         found = cluster_mean(old, [some(1)], [[50.0, little, 50.0]])
-        assert tree.equal(select(found, 1), select(old, 1)) == kept
-        assert tree.equal(select(found, 1), select(some(1), 1)) != kept
+        assert tree.equal(select_cluster(found, 1), select_cluster(old, 1)) == kept
+        assert tree.equal(select_cluster(found, 1), select_cluster(some(1), 1)) != kept
 
 
 def test_one_cluster_of_a_tree() -> None:
     value = some(0)
-    assert torch.equal(select(value, 2)["w"].u, value["w"].u[2:])
-    assert torch.equal(select(value, 0)["b"], value["b"][:1])
+    assert torch.equal(select_cluster(value, 2)["w"].u, value["w"].u[2:])
+    assert torch.equal(select_cluster(value, 0)["b"], value["b"][:1])
 
 
 # -- models that begin ---------------------------------------------------------------------------------------
@@ -277,9 +281,9 @@ def replay(optimizer: Any, made: Any, rounds: int = 6, scheduler: Any = None) ->
         "b": [torch.ones(2, dtype=torch.float64)],
     }
     params = [t.clone().requires_grad_() for _, t in tree.leaves(value)]
-    theirs, memory = made(params), fresh_memory()
+    theirs, memory = made(params), initial_optimizer_state()
     for t in range(rounds):
-        mean = tree.map(lambda x: x + torch.randn(x.shape, generator=g, dtype=torch.float64), value)
+        mean = tree.map_leaves(lambda x: x + torch.randn(x.shape, generator=g, dtype=torch.float64), value)
         before, kept = tree.encode(value), tree.encode(memory)
         for p, (_, m) in zip(params, tree.leaves(mean), strict=True):
             p.grad = p.detach() - m
@@ -311,7 +315,7 @@ def test_the_servers_sgd_is_that_of_torch() -> None:
 
 def test_a_plain_step_of_one_is_the_mean_itself() -> None:
     old, mean = some(0), some(1)
-    memory = fresh_memory()
+    memory = initial_optimizer_state()
     found, after = server_step(SGD(lr=1.0), old, mean, memory, 3)
     assert all(a is b for a, b in zip(tree.tensors(found), tree.tensors(mean), strict=True))
     assert after is memory
@@ -322,18 +326,18 @@ def test_a_plain_step_of_one_is_the_mean_itself() -> None:
 
 def test_groups_of_a_servers_optimizer_are_paths_of_its_tree() -> None:
     old, mean = some(0), some(1)
-    found, _ = server_step(SGD(lr=1.0, groups={"w": Group(lr=0.0)}), old, mean, fresh_memory(), 0)
+    found, _ = server_step(SGD(lr=1.0, groups={"w": Group(lr=0.0)}), old, mean, initial_optimizer_state(), 0)
     assert tree.equal(found["w"], old["w"])
     close(found["b"], mean["b"])
     with pytest.raises(
         ConfigError, match=r"groups: \['x'\] match no parameter; the tree begins with \['b', 'w'\]"
     ):
-        server_step(SGD(lr=1.0, groups={"x": Group(lr=0.0)}), old, mean, fresh_memory(), 0)
+        server_step(SGD(lr=1.0, groups={"x": Group(lr=0.0)}), old, mean, initial_optimizer_state(), 0)
 
 
 def test_a_servers_optimizer_clips() -> None:
     old, mean = some(0), some(1)
-    found, _ = server_step(SGD(lr=0.5, clip=0.01), old, mean, fresh_memory(), 0)
+    found, _ = server_step(SGD(lr=0.5, clip=0.01), old, mean, initial_optimizer_state(), 0)
     moved = sum(
         float((a - b).square().sum()) for (_, a), (_, b) in zip(*map(tree.leaves, (old, found)), strict=True)
     )
@@ -342,8 +346,8 @@ def test_a_servers_optimizer_clips() -> None:
 
 def test_the_memory_of_a_server_survives_its_bytes() -> None:
     old, mean = some(0), some(1)
-    _, memory = server_step(AdamW(lr=0.1), old, mean, fresh_memory(), 0)
-    assert isinstance(memory, Memory)
+    _, memory = server_step(AdamW(lr=0.1), old, mean, initial_optimizer_state(), 0)
+    assert isinstance(memory, ServerOptimizerState)
     assert tree.equal(tree.decode(tree.encode(memory)), memory)
     assert len(memory.tensors) == 2
 
@@ -607,7 +611,7 @@ def test_a_model_that_nobody_picks_stays_bit_for_bit() -> None:
     run.state = State(0, awful, ClientStore())
     for _ in range(3):
         run.step()
-    assert tree.equal(select(run.state.server, 1), select(awful, 1))
+    assert tree.equal(select_cluster(run.state.server, 1), select_cluster(awful, 1))
     # so the other is FedAvg's
     wanted = fedavg(start_of(run.federation)[0], train_data(run.federation), plan(run), LR)
     same(nets(run.state.server)[0], wanted)

@@ -159,7 +159,7 @@ def test_fedala(eta: float, upper: int, engine: type[Engine]) -> None:
 def test_the_global_model_is_that_of_fedavg(method: Any, optimizer: Any) -> None:
     settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
     found, wanted = (run_of(m(**settings), alike(), **SAMPLE).state.server for m in (method, FedAvg))
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
 
 
 def test_with_its_weights_at_one_fedala_infers_by_the_download_bit_for_bit() -> None:
@@ -174,7 +174,7 @@ def test_the_first_round_of_moon_is_that_of_fedavg() -> None:
         run_of(m, alike(), rounds=3, steps=1).state.server
         for m in (MOON(mu=5.0, **settings), FedAvg(**settings))
     )
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
 
 
 def test_a_client_of_fedrod_that_never_trained_scores_as_the_generic_model() -> None:

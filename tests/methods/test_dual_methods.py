@@ -53,7 +53,7 @@ METHODS = {
 def same(found: Any, wanted: Any, atol: float = TOLERANCE) -> None:
     """Parameters and layers, or two trees, agree up to rounding."""
     if not isinstance(wanted, list):
-        tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=atol), found, wanted)
+        tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=atol), found, wanted)
         return
     for f, w in zip(layers(found), wanted, strict=True):
         np.testing.assert_allclose(f[0], w[0], rtol=0, atol=atol)

@@ -67,7 +67,9 @@ def unlike_zero(values) -> bool:
         ({"shared": "sparse", "private": "low_rank"}, {"sparse_w": True, "nuclear_p": True}),
     ],
 )
-def test_fedslr(options, flags, efficient: bool, engine: type[Engine]) -> None:
+def test_rounds_are_those_of_the_numpy_reference(
+    options, flags, efficient: bool, engine: type[Engine]
+) -> None:
     federation = alike()
     strong = STRONG | ({"lam": 0.01} if "shared" in options else {})
     method = FedSLR(**LOCAL, **strong, **options, memory_efficient=efficient)
@@ -274,7 +276,7 @@ def test_the_mixed_model_is_the_sum() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", [FedSLR(), GPGD()], ids=["fedslr", "gpgd"])
 def test_a_prox_goes_on_shrinking_the_model_when_nobody_learns(method) -> None:
-    patched = type("AtWork", (type(method),), {"at_rest": {}})
+    patched = type("AtWork", (type(method),), {"zero_step_settings": {}})
     assert CHECKS[STILL](patched()) is not None
     assert CHECKS[STILL](method) is None
 

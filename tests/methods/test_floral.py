@@ -19,7 +19,7 @@ from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.methods.families.clusters import select
+from fedlowrank.methods.families.clusters import select_cluster
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
@@ -230,7 +230,7 @@ def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
         server = reference.server_adam(0.02, 0.8, 0.95, 1e-4)
     method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7), server_optimizer=optimizer, **LOCAL)
     run, _ = golden(method, engine, router_lr=0.7, server=server)
-    assert run.state.server.memory.count == 3
+    assert run.state.server.optimizer_state.count == 3
 
 
 def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -> None:
@@ -270,11 +270,13 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     method = FederatedFloral(clusters=1, rank=2, precondition=precondition, optimizer=frozen, **settings)
     a, b = run_of(method, alike(), **SAMPLE), run_of(FedAvg(optimizer=base, **settings), alike(), **SAMPLE)
     close = {"rtol": 0, "atol": 1e-12}
-    tree.map(
+    tree.map_leaves(
         lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["base"], b.state.server
     )
     fresh = method.server_init(a.task).model["adaptors"]
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["adaptors"], fresh)
+    tree.map_leaves(
+        lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["adaptors"], fresh
+    )
 
 
 def together(clients: list[int], cluster: int | None = None) -> Federation:
@@ -294,7 +296,7 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
     run = run_of(floral, federation, steps=0)
     # the random factors of all clusters those of the first, which are a lone adaptor's
     model = run.state.server.model
-    first = tree.map(lambda t: t[:1].expand(4, *t.shape[1:]).clone(), model["adaptors"])
+    first = tree.map_leaves(lambda t: t[:1].expand(4, *t.shape[1:]).clone(), model["adaptors"])
     run.state = State(
         0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), ClientStore()
     )
@@ -302,16 +304,16 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
         run.step()
     alone = run_of(LocalAdaptor(**settings), alike())
     close = {"rtol": 0, "atol": 1e-12}
-    tree.map(
+    tree.map_leaves(
         lambda a, b: torch.testing.assert_close(a, b, **close),
         run.state.server.model["base"],
         alone.state.server,
     )
     for k in range(4):
-        own = select(run.state.server.model["adaptors"], k)
-        tree.map(lambda a, b: torch.testing.assert_close(a, b, **close), own, alone.state.clients[k])
+        own = select_cluster(run.state.server.model["adaptors"], k)
+        tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, **close), own, alone.state.clients[k])
         infos = federation.infos[k]
-        tree.map(
+        tree.map_leaves(
             lambda a, b: torch.testing.assert_close(a, b, **close), run.personal(infos), alone.personal(infos)
         )
 
@@ -329,9 +331,9 @@ def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> N
     run = run_of(FederatedFloral(clusters=4, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), **SAMPLE)
     start = run.method.server_init(run.task).model["adaptors"]
     now = run.state.server.model["adaptors"]
-    assert tree.equal(select(now, 3), select(start, 3))
+    assert tree.equal(select_cluster(now, 3), select_cluster(start, 3))
     for c in range(3):
-        assert not tree.equal(select(now, c), select(start, c))
+        assert not tree.equal(select_cluster(now, c), select_cluster(start, c))
 
 
 def test_the_first_round_changes_no_base_by_adaptors_that_are_zero() -> None:
@@ -382,7 +384,7 @@ def test_known_routes_carry_one_adaptor_each_way() -> None:
     run = run_of(FederatedFloral(clusters=3, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), steps=1)
     for k, c in enumerate(KNOWN):
         down, up = run.method.download(run.state.server, run.federation.infos[k]), upload_of(run, k)
-        assert tree.equal(down["adaptors"], select(run.state.server.model["adaptors"], c))
+        assert tree.equal(down["adaptors"], select_cluster(run.state.server.model["adaptors"], c))
         assert paths(up) == {f"/model{p}": s for p, s in paths(down).items()}
         assert up.pi is None
         assert sum(t.numel() for _, t in tree.leaves(down)) == BASE + ADAPTOR
@@ -521,9 +523,9 @@ def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pyt
     monkeypatch.setattr("fedlowrank.testing.check.small_federation", clustered(small))
     # that its steps are the formulas' is tested above, entry by entry
     monkeypatch.delitem(check._CHECKS, "it learns")
-    at_rest = {"a learning rate of 0 changes no model"}
+    zero_step_settings = {"a learning rate of 0 changes no model"}
     found = {f.name: f.detail for f in check_method(method) if not f.ok}
-    assert set(found) <= (at_rest if method.center else set()), found
+    assert set(found) <= (zero_step_settings if method.center else set()), found
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
@@ -579,7 +581,7 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     # rate is half
     moved = {
         **begin.model,
-        "adaptors": tree.map(lambda t: t + 0.1 * torch.rand_like(t), begin.model["adaptors"]),
+        "adaptors": tree.map_leaves(lambda t: t + 0.1 * torch.rand_like(t), begin.model["adaptors"]),
     }
     thetas = []
     for schedule in (Schedule(kind="exponential", factor=0.5), Schedule()):
@@ -608,4 +610,6 @@ def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
     before = run.state.server.model
     for _ in range(3):
         run.step()
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), run.state.server.model, before)
+    tree.map_leaves(
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), run.state.server.model, before
+    )

@@ -353,8 +353,8 @@ def test_updates_of_the_base_by_many_clients(kind: Any, dtype: torch.dtype) -> N
         )
         total = 2 * (update - b @ a)
         near(server.factors["body"].b, b, dtype)
-    base = Base({}, []).followed(server.ledger.updates, "merged", lora_of(model))
-    weight = base.beside("merged", lora_of(model))[1]["body.weight"]
+    base = Base({}, []).with_updates(server.history.updates, "merged", lora_of(model))
+    weight = base.frozen_factors_or_weights("merged", lora_of(model))[1]["body.weight"]
     near(weight, model.module.body.weight.detach().double() + total, dtype)
     for name in server.rest:
         near(server.rest[name], sum(x * m.rest[name].double() for x, m in zip(p, sent, strict=True)), dtype)
@@ -367,7 +367,7 @@ def test_adaptors_of_many_clients(dtype: torch.dtype) -> None:
     server, g = run.state.server, torch.Generator().manual_seed(1)
     shares = [(torch.randn(3, generator=g) * 2).softmax(0) for _ in run.task.clients]
     sent = [
-        FloralUpload(tree.map(lambda t, k=k: far(k, t.shape, dtype, g), server.model), pi)
+        FloralUpload(tree.map_leaves(lambda t, k=k: far(k, t.shape, dtype, g), server.model), pi)
         for k, pi in enumerate(shares)
     ]
     found = dict(tree.leaves(served(run.method, server, run.task, sent, 0).model))

@@ -127,7 +127,7 @@ def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> 
     a, b = run_of(method, unlike(), **SAMPLE), run_of(Standalone(**LOCAL), unlike(), **SAMPLE)
     for k, state in b.state.clients.items():
         own = a.state.clients[k]
-        tree.map(
+        tree.map_leaves(
             lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12),
             getattr(own, "model", own),
             state,
@@ -220,7 +220,7 @@ def test_a_client_whose_labels_nobody_else_owns_trains_alone_under_fd() -> None:
         run_of(FD(**LOCAL), federation),
         run_of(Standalone(**LOCAL), alike(clients=arrays(owned=owned))),
     )
-    tree.map(
+    tree.map_leaves(
         lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12),
         run.state.clients[2],
         alone.state.clients[2],
@@ -272,14 +272,14 @@ def test_clients_at_once_are_trained_as_one_after_another(name: str, optimizer) 
     a = run_of(method, federation_for(name), rounds=2)
     b = run_of(method, federation_for(name), rounds=2, engine=Vectorized)
     for k in a.state.clients:
-        tree.map(
+        tree.map_leaves(
             lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8),
             a.state.clients[k],
             b.state.clients[k],
         )
     if name != "fedkd":  # ranks at the edge of an energy may differ
         servers = comparable(name, a.state.server), comparable(name, b.state.server)
-        tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8), *servers)
+        tree.map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8), *servers)
 
 
 @pytest.mark.full

@@ -194,7 +194,9 @@ def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
     found = [after_one_step(FML(alpha=0.5, beta=b, meme="small", **ONE_STEP)) for b in (0.0, 0.4, 1.0)]
     for server, clients in found[1:]:
         for k, state in clients.items():
-            tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), state, found[0][1][k])
+            tree.map_leaves(
+                lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), state, found[0][1][k]
+            )
         assert not torch.allclose(server["head.weight"], found[0][0]["head.weight"], atol=1e-6)
 
 
@@ -202,7 +204,9 @@ def test_the_private_model_does_not_learn_from_the_loss_of_the_meme() -> None:
 def test_the_meme_does_not_learn_from_the_loss_of_the_private_model() -> None:
     found = [after_one_step(FML(alpha=a, beta=0.5, meme="small", **ONE_STEP)) for a in (0.0, 0.4, 1.0)]
     for server, clients in found[1:]:
-        tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), server, found[0][0])
+        tree.map_leaves(
+            lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-15), server, found[0][0]
+        )
         assert not torch.allclose(clients[0]["head.weight"], found[0][1][0]["head.weight"], atol=1e-6)
 
 

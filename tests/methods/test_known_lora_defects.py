@@ -150,7 +150,7 @@ def test_the_server_holds_the_clients_own_scales(kind: Any) -> None:
             held = (
                 server.delta[n].dense()
                 if kind in (FedHL, FlexLoRA)
-                else (server.ledger.updates[0] if kind is FLoRA else server.factors)[n].dense()
+                else (server.history.updates[0] if kind is FLoRA else server.factors)[n].dense()
             )
             torch.testing.assert_close(held, wanted, rtol=0, atol=1e-14)
             assert float(wanted.norm()) > 1e-3
@@ -195,11 +195,11 @@ def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) ->
         for k in range(4):
             down = run.method.download(run.state.server, run.federation.infos[k])
             held = down.stacks if kind is FLoRA else down.residuals
-            assert len(held) == len(run.state.server.ledger.updates) - seen[k]
-        before = len(run.state.server.ledger.updates)
+            assert len(held) == len(run.state.server.history.updates) - seen[k]
+        before = len(run.state.server.history.updates)
         record = run.step()
         lost += len(record.lost)
-        assert len(run.state.server.ledger.updates) == before + (len(record.lost) < 2)
+        assert len(run.state.server.history.updates) == before + (len(record.lost) < 2)
         seen |= {k: before for k in record.participants if str(k) not in record.lost}
         for k in range(4):
             # whoever took part or not, and whose reply was lost: all now predict as the server does

@@ -60,7 +60,7 @@ def federation(
 
 
 def close(a: Any, b: Any, atol: float = 1e-10) -> None:
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
+    tree.map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
 
 
 def whole(run: Run) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
 # -- nothing is lost -----------------------------------------------------------------------------------------
 
 
-def at_rest(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> float:
+def zero_step_settings(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> float:
     """By how much W changes in rounds in which nobody trains, from where the run stands."""
     before = whole(run)
     run.method = method
@@ -312,11 +312,11 @@ def at_rest(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> flo
 def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None:
     tuning = Tuning(rank=2, scaling="alpha", wire=wire)
     run = run_of(FedHL(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET)
-    assert at_rest(FedHL(tuning=tuning, **REST), run) < 1e-12
+    assert zero_step_settings(FedHL(tuning=tuning, **REST), run) < 1e-12
     run = run_of(
         FlexLoRA(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET
     )
-    assert at_rest(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
+    assert zero_step_settings(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
 
 
 @pytest.mark.full

@@ -191,7 +191,9 @@ def test_a_hessian_free_step_follows_the_gradient_through_the_inner_step() -> No
     inner = torch.autograd.grad(risk(theta, one), list(theta.values()), create_graph=True)
     moved = {n: p - 0.5 * g for (n, p), g in zip(theta.items(), inner, strict=True)}
     exact = dict(zip(theta, torch.autograd.grad(risk(moved, two), list(theta.values())), strict=True))
-    tree.map(lambda g, e: torch.testing.assert_close(g, e, rtol=0, atol=1e-7), step["hessian_free"], exact)
+    tree.map_leaves(
+        lambda g, e: torch.testing.assert_close(g, e, rtol=0, atol=1e-7), step["hessian_free"], exact
+    )
     # the second-order term is not a trifle
     assert max((step["first_order"][n] - g).abs().max() for n, g in exact.items()) > 1e-3
 
@@ -496,7 +498,7 @@ def test_masked_values_and_new_masks_as_bits_are_all_that_crosses(prune: float) 
 def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     dense = run_of(FedSpa(density=1.0, **LOCAL), alike(), **SAMPLE)
     plain = run_of(FedAvg(weighting="uniform", **LOCAL), alike(), **SAMPLE)
-    tree.map(
+    tree.map_leaves(
         lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12),
         dense.state.server.model,
         plain.state.server,

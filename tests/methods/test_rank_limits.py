@@ -191,7 +191,7 @@ def test_forms_of_one_server_agree_on_narrow_layers() -> None:
 
     for a, b in pairs():
         for x, y in zip(models(a), models(b), strict=True):
-            tree.map(lambda p, q: torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4), x, y)
+            tree.map_leaves(lambda p, q: torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4), x, y)
         delta = {
             n: p - a.run.federation.architectures["model"].initial[n]
             for n, p in a.run.local_model(a.run.federation.infos[1]).personal().items()
@@ -235,7 +235,7 @@ def test_hetlora_is_fedit_where_ranks_are_equal_and_prunes_wide_layers_alone() -
         for cls in (HetLoRA, FedIT)
     )
     for x, y in zip(models(het), models(fedit), strict=True):
-        tree.map(lambda p, q: torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6), x, y)
+        tree.map_leaves(lambda p, q: torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6), x, y)
     fields: dict[str, Any] = {"prune": 0.7, "penalty": 30.0, "per_index": True}
     for engine in ("sequential", "vectorized"):
         made = HetLoRA(batch_size=4, optimizer=SGD(lr=0.05), tuning=Tuning(rank=900), **fields)

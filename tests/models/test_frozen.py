@@ -146,7 +146,7 @@ def test_clients_at_once_share_them(name: str) -> None:
         for _ in range(2):
             run.step()
         ends.append(run.state.server)
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), *ends)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), *ends)
 
 
 @pytest.mark.full

@@ -200,7 +200,7 @@ def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
         if who != client or t not in rounds or not found.payload:
             return [found]
         upload = tree.decode(found.payload)
-        odd = tree.map(lambda t: torch.full_like(t, value) if t.is_floating_point() else t, upload)
+        odd = tree.map_leaves(lambda t: torch.full_like(t, value) if t.is_floating_point() else t, upload)
         return [changed(found, payload=tree.encode(odd))]
 
     return on_orders(act)
@@ -245,7 +245,11 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
         found = carrier.answered(message)
         if not found.payload or not lie:
             return [found]
-        return [changed(found, payload=tree.encode(tree.map(lambda t: t * 6.0, tree.decode(found.payload))))]
+        return [
+            changed(
+                found, payload=tree.encode(tree.map_leaves(lambda t: t * 6.0, tree.decode(found.payload)))
+            )
+        ]
 
     honest.fault = on_orders(act)
     with pytest.raises(Killed):
@@ -374,7 +378,7 @@ def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
     assert agrees(result, carrier, made) == set()
 
 
-def test_pauses() -> None:
+def test_a_client_that_times_out_pauses_for_doubling_numbers_of_rounds() -> None:
     backoff = Backoff(2)
     assert [backoff.record_timeout(3, t) for t in (0, 1)] == [0, 1]
     assert [backoff.paused(t) for t in (1, 2, 3)] == [{3}, {3}, set()]

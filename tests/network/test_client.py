@@ -52,7 +52,7 @@ def run(made: ExperimentConfig) -> Run:
 
 def download(run: Run, add: float = 0.0) -> bytes:
     down = run.method.download(run.state.server, run.federation.infos[1])
-    return tree.encode(tree.map(lambda t: t + add, down) if add else down)
+    return tree.encode(tree.map_leaves(lambda t: t + add, down) if add else down)
 
 
 def order(run: Run, /, **fields: Any) -> Order:

@@ -327,7 +327,7 @@ def test_clients_that_are_alike_have_one_template() -> None:
     # what is sent is looked at for its form alone, and a form that is new is looked at anew
     templates.of(federation.infos[0], tree.add(server, server))
     assert len(calls) == 2
-    templates.of(federation.infos[0], tree.map(Tensor.double, server))
+    templates.of(federation.infos[0], tree.map_leaves(Tensor.double, server))
     assert len(calls) == 3
     for rank in range(1, 400):
         templates.of(dataclasses.replace(federation.infos[0], rank=rank), server)
@@ -342,7 +342,9 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     # factors of -1 would seem to shrink in the dry run, as if they were to be pruned; a client may be sent
     # anything
     for value in (-1.0, float("nan"), 1e300):
-        found = expected_upload(method, task, info, tree.map(lambda t, v=value: torch.full_like(t, v), down))
+        found = expected_upload(
+            method, task, info, tree.map_leaves(lambda t, v=value: torch.full_like(t, v), down)
+        )
         assert all(
             tree.signature(a) == tree.signature(b)
             for a, b in zip(found.form.forms, wanted.form.forms, strict=True)

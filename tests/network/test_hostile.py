@@ -112,9 +112,12 @@ WORDS: dict[str, tuple[Lie, str]] = {
 BODIES: dict[str, tuple[Lie, str]] = {
     "no tree": (lambda d: changed(d, payload=b"upload"), "its header has [0-9]+ bytes, where about"),
     "empty": (lambda d: changed(d, payload=b""), "was refused: these 0 bytes are"),
-    "a NaN": (upload(lambda u: tree.map(lambda t: t * math.nan, u)), "it holds a NaN or an infinity"),
-    "an infinity": (upload(lambda u: tree.map(lambda t: t + math.inf, u)), "it holds a NaN or an infinity"),
-    "another shape": (upload(lambda u: tree.map(lambda t: t[..., :1], u)), "expected float32"),
+    "a NaN": (upload(lambda u: tree.map_leaves(lambda t: t * math.nan, u)), "it holds a NaN or an infinity"),
+    "an infinity": (
+        upload(lambda u: tree.map_leaves(lambda t: t + math.inf, u)),
+        "it holds a NaN or an infinity",
+    ),
+    "another shape": (upload(lambda u: tree.map_leaves(lambda t: t[..., :1], u)), "expected float32"),
     "more": (upload(lambda u: {"model": u, "more": u}), "was refused: expected a Controlled"),
     "large": (lambda d: changed(d, payload=d.payload + bytes(1 << 17)), "bytes; at most"),
 }
@@ -283,7 +286,7 @@ def test_a_run_with_only_blocked_clients_ends_at_once(tmp_path: Path) -> None:
 
 def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_path: Path) -> None:
     made = small("scaffold", rounds=3, network={"limits": {"ban_after": 2}})
-    odd = upload(lambda u: tree.map(lambda t: torch.full_like(t, 0.0625), u))
+    odd = upload(lambda u: tree.map_leaves(lambda t: torch.full_like(t, 0.0625), u))
     carrier = local(
         made, tmp_path, lambda t, p: [odd(t.answered(p)) if trains(p) and p.node == 101 else t.answered(p)]
     )
@@ -452,7 +455,7 @@ def test_an_upload_of_any_number(number: float, where: str) -> None:
     _, _, kept = stage()
     held = tree.decode(kept[101][1].payload)
     odd = dataclasses.replace(
-        held, **{where: tree.map(lambda t: torch.full_like(t, number), getattr(held, where))}
+        held, **{where: tree.map_leaves(lambda t: torch.full_like(t, number), getattr(held, where))}
     )
     why, counts = judged(kept[101][1].header, tree.encode(odd))
     # the bound on norms lies in between; a reply that only it refuses does not count towards a ban

@@ -19,8 +19,8 @@ from fedlowrank.core import tree
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.network.messages import Registration
 from fedlowrank.network.transport import NodeMessage, Response
+from fedlowrank.network.validation.norm_clipping import shorten_upload
 from fedlowrank.network.validation.norms import PRODUCTS, NormBound, measure_norms
-from fedlowrank.network.validation.shortening import shorten_upload
 from fedlowrank.rounds.outcome.result import Result
 
 from .local import (
@@ -55,7 +55,9 @@ def lying(times: float = 1.0, examples: int | None = None, first: int = 1) -> Fa
         if not found.payload or json.loads(message.header)["round"] + 1 < first:
             return [found]
         down, up = tree.decode(message.payload), tree.decode(found.payload)
-        return [changed(found, payload=tree.encode(tree.map(lambda d, u: d + times * (u - d), down, up)))]
+        return [
+            changed(found, payload=tree.encode(tree.map_leaves(lambda d, u: d + times * (u - d), down, up)))
+        ]
 
     return fault
 
@@ -225,7 +227,7 @@ def test_a_compressed_update_is_shortened_too(tmp_path: Path) -> None:
         if message.node != 100 + LIAR or not found.payload or message.kind != "order":
             return [found]
         # the scales of the rows are its only floating-point numbers
-        up = tree.map(lambda t: -20 * t if t.is_floating_point() else t, tree.decode(found.payload))
+        up = tree.map_leaves(lambda t: -20 * t if t.is_floating_point() else t, tree.decode(found.payload))
         return [changed(found, payload=tree.encode(up))]
 
     result = served(local(made, tmp_path, fault), made, tmp_path / "run")

@@ -16,7 +16,8 @@ from fedlowrank.cli.main import main
 from fedlowrank.config.sections.network_section import NetworkSettings
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.operation.activity import UpdateShape
-from fedlowrank.network.operation.fall import (
+from fedlowrank.network.operation.grace import Grace
+from fedlowrank.network.operation.validation_decline import (
     Fall,
     PausedError,
     describe_fall,
@@ -24,7 +25,6 @@ from fedlowrank.network.operation.fall import (
     suspects,
     worst_shapes,
 )
-from fedlowrank.network.operation.grace import Grace
 from fedlowrank.network.persistence.account import Account
 from fedlowrank.network.transport import NodeMessage
 from fedlowrank.network.validation.directions import cosines

@@ -92,7 +92,7 @@ def test_whether_a_private_client_counts_does_not_depend_on_the_others(tmp_path:
         found = carrier.answered(message)
         if client == 1 and Order.from_json(message.header).train:
             upload = tree.decode(found.payload)
-            found = changed(found, payload=tree.encode(tree.map(lambda x: x + 1e3, upload)))
+            found = changed(found, payload=tree.encode(tree.map_leaves(lambda x: x + 1e3, upload)))
         return [found]
 
     _, result = ran(made, tmp_path, on_orders(far))

@@ -312,7 +312,7 @@ def test_any_header_and_payload(node: int, header: str, payload: bytes) -> None:
 @given(
     st.sampled_from([f.name for f in dataclasses.fields(Registration)]), PLAIN | st.lists(PLAIN, max_size=3)
 )
-def test_any_field(name: str, value: Any) -> None:
+def test_any_value_in_a_field_is_registered_or_refused(name: str, value: Any) -> None:
     for found in (settled(), registry()):
         tried(found, from_(101, json.dumps({**dataclasses.asdict(registration(1)), name: value})))
 
@@ -320,7 +320,7 @@ def test_any_field(name: str, value: Any) -> None:
 @pytest.mark.full
 @fuzz(100)
 @given(st.sampled_from(["x", "y", "classes", ""]), trees)
-def test_any_form(name: str, value: Any) -> None:
+def test_any_form_is_registered_or_refused(name: str, value: Any) -> None:
     payload = form(**{name: value}) if name else tree.encode(value)
     tried(settled(), from_(101, registration(1), payload))
     # nobody else is there to compare with: it may be believed, and then be no use, but breaks nothing

@@ -305,7 +305,7 @@ def test_a_method_that_sends_each_client_another_model_is_refused(tmp_path: Path
     method = type(made.build_method("fedavg"))
 
     def download(self: Any, server: Any, client: Any) -> Any:
-        return tree.map(lambda t: t + client.id, server)
+        return tree.map_leaves(lambda t: t + client.id, server)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(method, "download", download)

@@ -26,9 +26,9 @@ def lies(name: str) -> Iterator[Any]:
     """Uploads of the right form whose numbers are nonsense."""
     upload = situation(name).upload
     for huge in (3e38, -3e38, 1e30, 0.0, -1.0):
-        yield tree.map(lambda t, n=huge: torch.full_like(t, n) if t.is_floating_point() else t, upload)
+        yield tree.map_leaves(lambda t, n=huge: torch.full_like(t, n) if t.is_floating_point() else t, upload)
     for whole in (10**9, -1, -(10**9), 0, 2**62, -(2**63)):
-        yield tree.map(
+        yield tree.map_leaves(
             lambda t, n=whole: (
                 torch.full_like(t, max(min(n, torch.iinfo(t.dtype).max), torch.iinfo(t.dtype).min))
                 if not t.is_floating_point() and t.dtype != torch.bool
@@ -37,7 +37,7 @@ def lies(name: str) -> Iterator[Any]:
             upload,
         )
     for bit in (True, False):
-        yield tree.map(lambda t, b=bit: torch.full_like(t, b) if t.dtype == torch.bool else t, upload)
+        yield tree.map_leaves(lambda t, b=bit: torch.full_like(t, b) if t.dtype == torch.bool else t, upload)
 
 
 @pytest.mark.few(3)

@@ -113,7 +113,9 @@ def test_a_round_takes_the_plain_mean_where_no_client_is_certain(sampling: Any) 
     models = [trained(fed, i) for i in record.participants]
     assert len(models) == 2
     wanted = {n: (models[0][n] + models[1][n]) / 2 for n in models[0]}
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.server, wanted)
+    tree.map_leaves(
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.server, wanted
+    )
 
 
 @pytest.mark.full
@@ -127,7 +129,9 @@ def test_a_client_that_is_always_drawn_keeps_its_weight() -> None:
     a, b = trained(fed, 0), trained(fed, other)
     # 90 of 120 examples, and 30 for those of which the second client is drawn
     wanted = {n: (90 * a[n] + 30 * b[n]) / 120 for n in a}
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), run.state.server, wanted)
+    tree.map_leaves(
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), run.state.server, wanted
+    )
 
 
 @pytest.mark.full

@@ -80,7 +80,7 @@ def with_torch(fed: Federation, client: int, rounds: list[int], make: Make, epoc
 
 
 def assert_close(found: Params, wanted: Params) -> None:
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-10), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-10), found, wanted)
 
 
 @pytest.mark.few(1)

@@ -100,7 +100,7 @@ def with_torch(fed: Federation, client: int, make: Any, schedule: Make, rounds: 
 
 
 def assert_close(found: Params, wanted: Params) -> None:
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-9), found, wanted)
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-9), found, wanted)
 
 
 @pytest.mark.few(1)

@@ -166,7 +166,7 @@ def test_steps_are_those_of_torch(tied: bool, steps_in_backward: bool) -> None:
 
 def stack_trees(trees: Any) -> Any:
     """Equal trees over a leading client axis."""
-    return tree.map(lambda *ts: torch.stack(ts), trees[0], *trees[1:])
+    return tree.map_leaves(lambda *ts: torch.stack(ts), trees[0], *trees[1:])
 
 
 def joined(starts: Any, request: Request) -> Request:

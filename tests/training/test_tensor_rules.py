@@ -132,7 +132,7 @@ def agree(found: Any, expected: Any, leaves: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_of_parameters(name: str) -> None:
+def test_a_function_of_stacked_parameters_is_that_of_each_client(name: str) -> None:
     f, shapes = OWN[name]
     params = [random(K, *shape).requires_grad_() for shape in shapes]
     found = f(*map(stack, params))

@@ -81,7 +81,7 @@ def bare(fed: Federation, v: ClientView, make: Any, hook: Any = None, after: Any
 
 
 def assert_close(a: Any, b: Any, atol: float = 1e-12) -> None:
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
+    tree.map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
 
 
 # -- against a bare loop -------------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def test_the_proximal_step_follows_every_step_with_the_rate_of_the_round() -> No
 
     def shrink(p: Any, lr: float, anchor: Any) -> Any:
         rates.append(lr)
-        return tree.map(lambda a, b: a - 3 * lr * (a - b), p, anchor)
+        return tree.map_leaves(lambda a, b: a - 3 * lr * (a - b), p, anchor)
 
-    anchor = tree.map(torch.ones_like, v.model.initial)
+    anchor = tree.map_leaves(torch.ones_like, v.model.initial)
     optimizer = SGD(lr=0.4, momentum=0.5, schedule=Schedule("exponential", factor=0.5))
     found = v.train(ce(v), v.model.initial, "local", optimizer, constants=(anchor,), prox=shrink)
 
@@ -165,10 +165,10 @@ def test_the_proximal_step_follows_every_step_with_the_rate_of_the_round() -> No
 def test_the_gradient_is_preconditioned_before_clipping_and_decay() -> None:
     fed = federation()
     v = view(fed, epochs=2)
-    scale = tree.map(lambda t: torch.full_like(t, 100.0), v.model.initial)
+    scale = tree.map_leaves(lambda t: torch.full_like(t, 100.0), v.model.initial)
     found = v.train(
         ce(v), v.model.initial, "local", SGD(lr=0.1, clip=0.2, weight_decay=0.3), constants=(scale,),
-        precondition=lambda g, p, s: tree.map(lambda a, b, c: a * c + 0.5 * b, g, p, s),
+        precondition=lambda g, p, s: tree.map_leaves(lambda a, b, c: a * c + 0.5 * b, g, p, s),
     )  # fmt: skip
 
     def hook(module: nn.Module) -> None:
@@ -194,7 +194,7 @@ def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> N
                 return cross_entropy(model.apply(p, b.x), b)
 
             def hook(g: Any, p: Any, q: Any) -> Any:
-                return turned(tree.map(lambda a, b, c: a + self.mu * (b - c), g, p, q))
+                return turned(tree.map_leaves(lambda a, b, c: a + self.mu * (b - c), g, p, q))
 
             def prox(p: Any, lr: float, q: Any) -> Any:
                 return turned(p)

@@ -158,7 +158,7 @@ def test_a_client_that_exaggerates_is_clipped_by_the_server() -> None:
     info, method = run.federation.infos[0], run.method
     assert isinstance(method, Protected)
     upload = run.engine.boundary(method.download(run.state.server, info).message)
-    far = tree.map(lambda t: t + 1000, upload)
+    far = tree.map_leaves(lambda t: t + 1000, upload)
     contribution = method.contribution(_sent(far), info, run.state.server)
     assert np.linalg.norm(vector(contribution["sum"].value)) == pytest.approx(0.05, rel=1e-12)
 

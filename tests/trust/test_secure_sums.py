@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.contribution import Aggregator, Each, Mean, Sum, map_leaves
+from fedlowrank.core.contract.contribution import Aggregator, Each, Mean, Sum, map_contributions
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key, generator_states
 from fedlowrank.core.tree import TreeError
@@ -78,7 +78,7 @@ def assert_close(found: Any, expected: Any, like: Any, bound_of_mean: float, bou
 
 def leaves_of(like: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
-    map_leaves(lambda path, leaf: found.append((path, leaf)), like)
+    map_contributions(lambda path, leaf: found.append((path, leaf)), like)
     return found
 
 
@@ -227,10 +227,10 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
             parts = tree.tensors(leaf.value)
             clipped += sum(int((t.double().abs() > limit).sum()) for t in parts) if weight else 0
             clipped += weight > largest and isinstance(leaf, Mean)
-            value = tree.map(lambda t: t.double().clip(-limit, limit), leaf.value)
+            value = tree.map_leaves(lambda t: t.double().clip(-limit, limit), leaf.value)
             return Mean(value, min(leaf.weight, largest)) if isinstance(leaf, Mean) else Sum(value)
 
-        ready = map_leaves(clip, reply)
+        ready = map_contributions(clip, reply)
         plain.add(client, ready)
         rounded += round(ready["mean"].weight / grid.unit) * grid.unit
     found, expected = aggregator.finish(), plain.finish()
@@ -240,7 +240,7 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
         return
     kept = [r for r in replies if r["mean"].weight]
     mean = options.bound / (2 ** (options.bits - 1) - 1) / 2 + len(kept) * options.bound * grid.unit / rounded
-    found = tree.map(lambda t: t.double(), found)
+    found = tree.map_leaves(lambda t: t.double(), found)
     slack = 1e-6 if replies[0]["mean"].value[0].dtype == torch.float32 else 1e-13
     limit = options.bound * largest * n
     assert_close(
@@ -485,7 +485,7 @@ def test_keys_of_a_dict_may_come_in_another_order() -> None:
     aggregator.add(
         1, {"b": Sum(torch.tensor([30])), "a": Sum({"y": torch.tensor([20]), "x": torch.tensor([10])})}
     )
-    assert tree.map(int, aggregator.finish()) == {"a": {"x": 11, "y": 22}, "b": 33}
+    assert tree.map_leaves(int, aggregator.finish()) == {"a": {"x": 11, "y": 22}, "b": 33}
 
 
 def test_each_client_replies_once_and_none_is_forgotten() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fedlowrank.adapters.mixtures.mixture import Pairs
 from fedlowrank.core import tree
+from fedlowrank.core.contract.update import ZERO_REFERENCE
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.trust.updates import (
-    ITSELF,
     blocks,
     gram,
     inner,
@@ -70,7 +70,7 @@ def test_the_adaptors_of_a_mixture_are_products_cluster_by_cluster() -> None:
     upload, reference = (Pairs(draw(3, 7, 2, seed=i), draw(3, 5, 2, seed=i + 50)) for i in (1, 2))
     dense = (upload.dense() - reference.dense()).numpy()
     assert norm({"a": upload}, {"a": reference}) == pytest.approx(np.linalg.norm(dense), rel=1e-12)
-    other = blocks({"a": reference}, ITSELF, 1.0)
+    other = blocks({"a": reference}, ZERO_REFERENCE, 1.0)
     expected = float((dense * reference.dense().numpy()).sum())
     assert inner(blocks({"a": upload}, {"a": reference}, 1.0), other) == pytest.approx(expected, rel=1e-10)
     clipped, _ = shrink({"a": upload}, {"a": reference}, 0.5)
@@ -80,7 +80,9 @@ def test_the_adaptors_of_a_mixture_are_products_cluster_by_cluster() -> None:
 
 def test_a_factored_matrix_and_a_dense_one_have_an_inner_product() -> None:
     one, other = draw(6, 4, seed=1), draw(6, 4, seed=2)
-    mixed = inner(blocks({"w": compute_svd(one)}, ITSELF, 1.0), blocks({"w": other}, ITSELF, 1.0))
+    mixed = inner(
+        blocks({"w": compute_svd(one)}, ZERO_REFERENCE, 1.0), blocks({"w": other}, ZERO_REFERENCE, 1.0)
+    )
     assert mixed == pytest.approx(float((one * other).sum()), rel=1e-12)
 
 
@@ -140,7 +142,7 @@ def test_an_update_that_is_not_finite_is_left_for_the_check_that_names_it() -> N
 
 def test_a_part_without_reference_is_an_update_or_none() -> None:
     upload = {"update": torch.ones(3), "pi": torch.ones(2)}
-    reference = {"update": ITSELF, "pi": None}
+    reference = {"update": ZERO_REFERENCE, "pi": None}
     assert update_of(upload, reference).keys() == {"/update"}
     clipped, _ = shrink(upload, reference, 0.5)
     assert torch.equal(clipped["pi"], torch.ones(2))
@@ -167,7 +169,7 @@ def test_an_upload_is_put_together_from_what_was_taken_out(beside: bool, itself:
     upload: dict[str, Any] = {"w": draw(3, 2, seed=1), "b": draw(2, seed=2), "kind": "x"}
     reference: dict[str, Any] = {
         "w": draw(3, 2, seed=3),
-        "b": ITSELF if itself else draw(2, seed=4),
+        "b": ZERO_REFERENCE if itself else draw(2, seed=4),
         "kind": "x",
     }
     if beside:

@@ -181,8 +181,8 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
         raise CheckpointError(
             f"{run.folder}: {describe_missing(run.missing)}, so that it has no score. Remove the folder and tune again."
         )
-    apart = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
-    found = [score for record in run.rounds if (score := _validation(record, apart, series)) is not None]
+    excluded = {row["id"] for row in run.clients if row.get("unseen") or row.get("hostile")}
+    found = [score for record in run.rounds if (score := _validation(record, excluded, series)) is not None]
     if not found:
         raise ConfigError(
             f"{run.folder}: no client has validation examples, by which settings are chosen. Set split.val, "
@@ -193,11 +193,11 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
     return best if best is not None and math.isfinite(best.value) else None
 
 
-def _validation(record: RoundRecord, apart: Collection[int], series: str | None) -> ValidationScore | None:
+def _validation(record: RoundRecord, excluded: Collection[int], series: str | None) -> ValidationScore | None:
     for name in (ACCURACY, LOSS):
         chosen = series if series in record.series(name) else None
         values = record.by_client(name, "val", chosen)
-        mean = mean_over_clients(v for client, v in values.items() if client not in apart)
+        mean = mean_over_clients(v for client, v in values.items() if client not in excluded)
         if mean is not None:
             return ValidationScore(mean, record.round, is_loss=name == LOSS)
     return None

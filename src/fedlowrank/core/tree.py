@@ -151,7 +151,7 @@ def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
     return value if items is None else kind(**{k: _each(v, f) for k, v in items})
 
 
-def map(f: Callable[..., Any], first: T, *rest: Any) -> T:
+def map_leaves(f: Callable[..., Any], first: T, *rest: Any) -> T:
     """Apply ``f`` to the tensors of trees of one structure.
 
     Args:
@@ -178,7 +178,7 @@ def map(f: Callable[..., Any], first: T, *rest: Any) -> T:
 
 def move(value: T, device: torch.device | str) -> T:
     """The tree with every tensor on a device."""
-    return map(lambda t: t.to(device), value)
+    return map_leaves(lambda t: t.to(device), value)
 
 
 def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) -> Any:
@@ -211,7 +211,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
 
 def canonical(value: T) -> T:
     """The tree as a wire would give it: detached and contiguous. Strides change the bits of sums."""
-    return map(lambda t: t.detach().contiguous(), value)
+    return map_leaves(lambda t: t.detach().contiguous(), value)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -221,40 +221,40 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 def widen(value: T) -> T:
     """The tree with tensors of half precision as float32, to compute with; all others are the same objects."""
-    return map(lambda t: t.to(_WIDE[t.dtype]) if t.dtype in _WIDE else t, value)
+    return map_leaves(lambda t: t.to(_WIDE[t.dtype]) if t.dtype in _WIDE else t, value)
 
 
 def cast_like(value: T, like: Any) -> T:
     """The tree with its tensors rounded to the types of those of another tree of its structure."""
-    return map(lambda t, u: t.to(u.dtype), value, like)
+    return map_leaves(lambda t, u: t.to(u.dtype), value, like)
 
 
 def zeros_like(value: T) -> T:
     """The tree with every tensor replaced by zeros."""
-    return map(torch.zeros_like, value)
+    return map_leaves(torch.zeros_like, value)
 
 
 def add(a: T, b: T, scale: float = 1.0) -> T:
     """``a + scale * b``, tensor by tensor."""
-    return map(lambda x, y: torch.add(x, y, alpha=scale), a, b)
+    return map_leaves(lambda x, y: torch.add(x, y, alpha=scale), a, b)
 
 
 def sub(a: T, b: T) -> T:
     """``a - b``, tensor by tensor."""
-    return map(torch.sub, a, b)
+    return map_leaves(torch.sub, a, b)
 
 
 def dot(a: Any, b: Any) -> Tensor:
     """Inner product of two trees of one structure, a scalar tensor through which gradients flow."""
     terms: list[Tensor] = []
-    map(lambda x, y: terms.append((x * y).sum()), a, b)
+    map_leaves(lambda x, y: terms.append((x * y).sum()), a, b)
     return torch.stack(terms).sum()
 
 
 def square_distance(a: Any, b: Any) -> Tensor:
     """Squared Euclidean distance of two trees of one structure, a differentiable scalar tensor."""
     terms: list[Tensor] = []
-    map(lambda x, y: terms.append((x - y).square().sum()), a, b)
+    map_leaves(lambda x, y: terms.append((x - y).square().sum()), a, b)
     return torch.stack(terms).sum()
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
+from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
-from ..core.contract.returned import check_pair
 from ..core.errors import NonFiniteError
+from ..core.key import Key
 from ..data.federation import Federation
 from ..models.statistics.client_buffers import collect_buffers, install_buffers
 from ..training.flops import FlopLedger
@@ -130,7 +131,7 @@ class Engine(ABC):
         return LocalTrainer(mine, others, data, round, self.ledger, self.micro_batch)
 
 
-def client_key(federation: Federation, client: int, round: int) -> Any:
+def client_key(federation: Federation, client: int, round: int) -> Key:
     """Randomness of one client in one round."""
     return federation.key / "client" / client / round
 

@@ -48,7 +48,7 @@ def share(method: AnyMethod, federation: Federation, task: Task, micro_batch: in
     models = {}
     for name, model in federation.architectures.items():
         models[name] = without_data(model if first.y.device.type == "cpu" else model.to("cpu"))
-    nothing = _decode_examples(tree.map(lambda t: t[:0].cpu().clone(), _plain(first)))
+    nothing = _decode_examples(tree.map_leaves(lambda t: t[:0].cpu().clone(), _plain(first)))
     clients = [ClientData(nothing, nothing, nothing)] * len(federation.clients)
     empty = replace(federation, clients=clients, architectures=models, here=frozenset())
     return Shared(
@@ -98,7 +98,7 @@ class _Placed(Sequential):
 
     def boundary(self, value: Any) -> Any:
         """See the base class."""
-        return tree.map(lambda t: t.detach().to(self.device).contiguous(), value)
+        return tree.map_leaves(lambda t: t.detach().to(self.device).contiguous(), value)
 
 
 class RayWorker:

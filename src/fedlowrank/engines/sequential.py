@@ -42,4 +42,4 @@ class Wire(Sequential):
 
     def boundary(self, value: Any) -> Any:
         """The value as it comes out of its bytes, on the device on which it was."""
-        return tree.map(lambda t, before: t.to(before.device), tree.decode(tree.encode(value)), value)
+        return tree.map_leaves(lambda t, before: t.to(before.device), tree.decode(tree.encode(value)), value)

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, ClientView, Task
-from ..core.contract.returned import check_pair
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
 from ..training.cohorts.cohort_trainer import CohortTrainer, PassMemory

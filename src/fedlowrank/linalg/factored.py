@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.tree import Params, map, tree, wide_type, widen
+from ..core.tree import Params, map_leaves, tree, wide_type, widen
 
 CompressedUpdate = dict[str, "Tensor | Factored"]
 
@@ -99,7 +99,7 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
             full = compute_svd(matrix)
             rank = rank_of_energy(full.s, energy)
             if rank * (sum(matrix.shape) + 1) < matrix.numel():
-                out[name] = map(lambda t, dtype=w.dtype: t.to(dtype), truncate_svd(full, rank))
+                out[name] = map_leaves(lambda t, dtype=w.dtype: t.to(dtype), truncate_svd(full, rank))
     return out
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..core.errors import TaskError
-from ..core.tree import Params, cast_like, map, not_finite, tree
+from ..core.tree import Params, cast_like, map_leaves, not_finite, tree
 from .matricize import (
     LowRank,
     Sparse,
@@ -107,7 +107,7 @@ def apply_prox(
         )
     found = dict(zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True))
     packed = {
-        n: map(lambda t, dtype=like[n].dtype: t.to(dtype), pack_low_rank(f, params[n].shape))
+        n: map_leaves(lambda t, dtype=like[n].dtype: t.to(dtype), pack_low_rank(f, params[n].shape))
         for n, f in found.items()
     }
     return PenalizedModel({**start.weights, **packed}, {n: f.rank for n, f in found.items()})

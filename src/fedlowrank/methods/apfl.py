@@ -31,7 +31,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.learning.optimizer import Group
-from ..core.tree import Params, map, tree, widen
+from ..core.tree import Params, map_leaves, tree, widen
 
 
 @tree
@@ -54,7 +54,7 @@ class Joint:
 def mixture(a: Tensor, v: Params, w: Params) -> Params:
     """The mixture a v + (1 - a) w, exact at both ends."""
     # the shape, too, for a has one dimension and a parameter may have none
-    return map(lambda p, q: (a * p + (1 - a) * q).to(p.dtype).reshape(p.shape), v, w)
+    return map_leaves(lambda p, q: (a * p + (1 - a) * q).to(p.dtype).reshape(p.shape), v, w)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class APFL(Method[Params, Own, Params, Params]):
         model, adaptive, groups = view.model, self.adaptive, self.optimizer.groups
 
         def loss(now: Joint, batch: Batch) -> Tensor:
-            w = map(Tensor.detach, now.w)
+            w = map_leaves(Tensor.detach, now.w)
             mixed = mixture(now.a if adaptive else now.a.detach(), now.v, w)
             ours, theirs = model.apply(mixed, batch.x), model.apply(now.w, batch.x)
             return task_loss(ours, batch) + task_loss(theirs, batch)

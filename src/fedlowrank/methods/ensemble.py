@@ -23,21 +23,21 @@ from ..adapters.mixtures.router import Router
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.contract.model import Model
-from ..core.contract.update import Update
-from ..core.tree import Params, map, tree
+from ..core.contract.update import NO_UPDATE, Update
+from ..core.tree import Params, map_leaves, tree
 from .families.clusters import (
     Apply,
     by_cluster,
     cluster_means,
     cluster_weights,
-    even,
     initial_models,
     known_cluster,
     learn_router,
     routes_of,
-    select,
+    select_cluster,
     train_mixture,
     unbind_models,
+    zero_router_logits,
 )
 
 
@@ -83,13 +83,13 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
     def download(self, server: Params, client: ClientInfo) -> Params:
         """All models; with optimal routing only the client's own."""
         optimal = self.router.routing == "optimal"
-        return select(server, known_cluster(self.title, client, self.clusters)) if optimal else server
+        return select_cluster(server, known_cluster(self.title, client, self.clusters)) if optimal else server
 
     def local_update(
         self, state: Tensor | None, down: Params, view: ClientView
     ) -> tuple[Tensor | None, Upload]:
         """Line 2."""
-        theta = even(down) if state is None else state
+        theta = zero_router_logits(down) if state is None else state
         apply = self._apply(view.model)
         end, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimizer, view)
         if self.router.routing == "optimal":
@@ -108,20 +108,20 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """Relative to the models as they were sent; π^k is no update."""
-        return Update({"models": down, "pi": None})
+        return Update({"models": down, "pi": NO_UPDATE})
 
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
         """The mixture; for export the model with the largest share, since one model is not the mixture."""
         apply, theta = self._apply(view.model), state
         if theta is None:
-            theta = learn_router(self.router, {"models": down}, even(down), apply, view)
+            theta = learn_router(self.router, {"models": down}, zero_router_logits(down), apply, view)
         pi = self.router.shares(theta)
         routes = routes_of(self.title, self.router, view.info, pi, self.clusters)
 
         def params() -> Params:
             if self.mixed == "outputs":
-                return map(lambda t: t[int(pi.argmax())], down)
-            return map(lambda t: torch.tensordot(pi.to(t.dtype), t, 1), down)
+                return map_leaves(lambda t: t[int(pi.argmax())], down)
+            return map_leaves(lambda t: torch.tensordot(pi.to(t.dtype), t, 1), down)
 
         return ClientModel(params, {"personal": lambda x: apply({"models": down}, pi, x)}, routes=routes)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each
 from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree, widen
 
@@ -129,7 +129,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
     def update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
         """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""
         form = Lengths(Outputs(torch.zeros(0, dtype=torch.int64), down.mean[:0]), task.classes)
-        return Update({"labels": None, "mean": 0.0}, form=form)
+        return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE}, form=form)
 
     def client_model(self, state: Params, down: Targets, view: ClientView) -> ClientModel:
         """θ_k."""

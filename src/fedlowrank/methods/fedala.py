@@ -35,7 +35,7 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, 
 from ..core.contract.model import Model
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD
-from ..core.tree import Params, map, tree
+from ..core.tree import Params, map_leaves, tree
 
 
 @tree
@@ -49,12 +49,12 @@ class Own:
 
 def mixed(weights: Params, received: Params, own: Params) -> Params:
     """W u + (1 - W) u_k, exact at both ends."""
-    return map(lambda w, u, v: w * u + (1 - w) * v, weights, received, own)
+    return map_leaves(lambda w, u, v: w * u + (1 - w) * v, weights, received, own)
 
 
 def clipped(weights: Params, _: float, *constants: Params) -> Params:
     """Weights in [0, 1]."""
-    return map(lambda w: w.clamp(0, 1), weights)
+    return map_leaves(lambda w: w.clamp(0, 1), weights)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class FedALA(Method[Params, Own, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """W = 1."""
         upper = self._upper(task.model(client), task.model(client).initial)
-        return Own(upper, map(torch.ones_like, upper), 0)
+        return Own(upper, map_leaves(torch.ones_like, upper), 0)
 
     def _upper(self, model: Model, params: Params) -> Params:
         if self.layers is None:

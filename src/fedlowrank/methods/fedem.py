@@ -32,7 +32,7 @@ from ..core.contract.model import Model
 from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
-from .families.clusters import even, initial_models, losses_of
+from .families.clusters import initial_models, losses_of, zero_router_logits
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
@@ -59,7 +59,7 @@ def _is_regression(task: Task, outputs: Tensor) -> bool:
 
 def _even_shares(models: Params) -> Tensor:
     """π ``[C]`` at first; shares are statistics, and in float32 for models of half precision, too."""
-    return even(models).softmax(0)
+    return zero_router_logits(models).softmax(0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
     bounds = {"adapt": ">= 0"}
-    at_rest: ClassVar[dict[str, int]] = {
+    zero_step_settings: ClassVar[dict[str, int]] = {
         "adapt": 1
     }  # the one EM step of a round moves the shares at any learning rate
 

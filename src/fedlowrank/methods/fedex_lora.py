@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora.lora_factors import LoRA, lora_of
-from ..adapters.wire_format import PackedFactors
+from ..adapters.wire_format import PackedFactors, unpack_factors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import Update
 from ..core.tree import Params, cast_like, tree, widen
 from ..linalg.pair import Factors, Pair
-from .families.base_updates import Base, Keep, Ledger, weigh_factors
+from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
 from .families.lora_family import (
     Leaves,
@@ -35,7 +35,6 @@ from .families.lora_family import (
     leaves_of,
     model_parameters,
     rank_of_factors,
-    read_factors,
     train_leaves,
 )
 
@@ -45,7 +44,7 @@ class Server:
     """The mean factors, the residual of every round, and what is shared beside them."""
 
     factors: Factors
-    ledger: Ledger
+    history: UpdateHistory
     rest: Params
     scaling: Scaling
 
@@ -88,7 +87,9 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """A random A, B = 0, no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
         factors, lora = initial_factors(task, rank), lora_of(model)
-        return Server(factors, Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
+        return Server(
+            factors, UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
+        )
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -96,19 +97,19 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Factors, and the residuals that are missing."""
-        return Download(self.tuning.message(server.factors, server.rest), server.ledger.missing(client))
+        return Download(self.tuning.message(server.factors, server.rest), server.history.missing(client))
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the residuals, then train both factors."""
         base, start = self._now(state, down, lora_of(view.model))
-        frozen, moved = base.beside(self.keep, lora_of(view.model))
+        frozen, moved = base.frozen_factors_or_weights(self.keep, lora_of(view.model))
         end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
         kept, upload = reply(self, end)
         return Own(base, kept), upload
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
-        factors, n = read_factors(upload), client.examples
+        factors, n = unpack_factors(upload.factors), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
@@ -122,7 +123,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)
         return Server(
             means,
-            server.ledger.grown(residual, view.replied, self.tuning.wire),
+            server.history.with_update(residual, view.replied, self.tuning.wire),
             total["rest"],
             server.scaling,
         )
@@ -134,15 +135,15 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))
-        frozen, moved = base.beside(self.keep, lora_of(view.model))
+        frozen, moved = base.frozen_factors_or_weights(self.keep, lora_of(view.model))
         return adapted_model(view, leaves, self.tuning.scale(view), frozen, moved)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
         leaves = leaves_of(server.factors, state.rest | server.rest)
-        frozen, _ = Base({}, server.ledger.updates).beside("stacked", lora_of(view.model))
+        frozen, _ = Base({}, server.history.updates).frozen_factors_or_weights("stacked", lora_of(view.model))
         return model_parameters(view.model, leaves, self.tuning.scale(view), frozen, {})
 
     def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
-        base = state.base.followed(down.residuals, self.keep, lora)
+        base = state.base.with_updates(down.residuals, self.keep, lora)
         return base, leaves_of_message(down.message, state.rest)

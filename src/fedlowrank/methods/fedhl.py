@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
+from ..adapters.wire_format import unpack_factors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import Update
@@ -58,7 +59,6 @@ from .families.lora_family import (
     Tuning,
     initial_factors,
     rank_of_factors,
-    read_factors,
     train_leaves,
 )
 
@@ -102,7 +102,9 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     title = "FedHL"
     citation = "Peng et al. 2025, arXiv:2505.18494"
-    forgets = "the server factorizes anew in every round, and gradients of other factors say nothing of these"
+    keep_refusal = (
+        "the server factorizes anew in every round, and gradients of other factors say nothing of these"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,7 +149,9 @@ class FedHL(Method[Server, Params, Download, Message]):
         truncated: Sequence[Truncated] = ranks
         if self.tuning.wire != "float32" or is_half(server.drawn):
             # rounded on its way: subtract W_t^{r_i} as it was sent
-            truncated = [read_factors(self.download(server, client).message) for client in view.replied]
+            truncated = [
+                unpack_factors(self.download(server, client).message.factors) for client in view.replied
+            ]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
         delta = weighted_sum(server.delta, p.weights, updates, truncated)
         return Server(

@@ -34,7 +34,7 @@ from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import SGD, AdamW
-from ..core.tree import Params, add, cast_like, map, sub, widen, zeros_like
+from ..core.tree import Params, add, cast_like, map_leaves, sub, widen, zeros_like
 
 
 def weight_of_gradients(steps: int, momentum: float = 0.0, shrinkage: float = 0.0) -> float:
@@ -65,7 +65,7 @@ class FedNova(Method[Params, None, Params, Params]):
 
     title = "FedNova"
     citation = "Wang et al., NeurIPS 2020, arXiv:2007.07481"
-    forgets = "its weights of gradients are those of a momentum that begins at 0 in every round"
+    keep_refusal = "its weights of gradients are those of a momentum that begins at 0 in every round"
     one_model = True
     bounds = {"mu": ">= 0"}
 
@@ -97,7 +97,7 @@ class FedNova(Method[Params, None, Params, Params]):
         end = view.train(supervised_loss(view.model), down, "local", self.optimizer, proximal_term=proximal)
         shrinkage = self.mu * self.optimizer.learning_rate(view.round)
         weight = weight_of_gradients(view.steps("local"), self._momentum, shrinkage)
-        return None, cast_like(map(lambda t: t / weight, sub(widen(end), down)), down)
+        return None, cast_like(map_leaves(lambda t: t / weight, sub(widen(end), down)), down)
 
     def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
         """d_k, weighted by n_k."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.contract.method import ClientInfo, Method, ServerView, Task
-from ..core.tree import Params, add, cast_like, map, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, map_leaves, sub, tree, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 
 CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
@@ -49,7 +49,7 @@ def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> Server
     """The common initial weights, m = 0 and v = τ²."""
     model = task.common_model(method.title).initial
     wide = widen(model)
-    return Server(model, zeros_like(wide), map(lambda p: torch.full_like(p, method.tau**2), wide))
+    return Server(model, zeros_like(wide), map_leaves(lambda p: torch.full_like(p, method.tau**2), wide))
 
 
 def send_model(method: FedAdagrad | FedAdam | FedYogi, server: Server, client: ClientInfo) -> Params:
@@ -67,8 +67,8 @@ def adaptive_step(method: FedAdagrad | FedAdam | FedYogi, server: Server, delta:
         v: the next v.
     """
     beta1, tau = method.beta1, method.tau
-    m = map(lambda m, d: beta1 * m + (1 - beta1) * d, server.m, delta)
-    direction = map(lambda m, v: m / (v.sqrt() + tau), m, v)
+    m = map_leaves(lambda m, d: beta1 * m + (1 - beta1) * d, server.m, delta)
+    direction = map_leaves(lambda m, v: m / (v.sqrt() + tau), m, v)
     return Server(cast_like(add(server.model, direction, method.server_lr), server.model), m, v)
 
 
@@ -103,7 +103,7 @@ class FedAdagrad(Method[Server, None, Params, Params]):
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step of Adagrad: v <- v + Δ²."""
         delta = sub(total, server.model)
-        v = map(lambda v, d: v + d.square(), server.v, delta)
+        v = map_leaves(lambda v, d: v + d.square(), server.v, delta)
         return adaptive_step(self, server, delta, v)
 
 
@@ -140,7 +140,7 @@ class FedAdam(Method[Server, None, Params, Params]):
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step of Adam: v <- β₂ v + (1 - β₂) Δ²."""
         delta, beta2 = sub(total, server.model), self.beta2
-        v = map(lambda v, d: beta2 * v + (1 - beta2) * d.square(), server.v, delta)
+        v = map_leaves(lambda v, d: beta2 * v + (1 - beta2) * d.square(), server.v, delta)
         return adaptive_step(self, server, delta, v)
 
 
@@ -177,6 +177,6 @@ class FedYogi(Method[Server, None, Params, Params]):
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """A step of Yogi: v <- v - (1 - β₂) Δ² sign(v - Δ²)."""
         delta, beta2 = sub(total, server.model), self.beta2
-        squares = map(torch.square, delta)
-        v = map(lambda v, s: v - (1 - beta2) * s * torch.sign(v - s), server.v, squares)
+        squares = map_leaves(torch.square, delta)
+        v = map_leaves(lambda v, s: v - (1 - beta2) * s * torch.sign(v - s), server.v, squares)
         return adaptive_step(self, server, delta, v)

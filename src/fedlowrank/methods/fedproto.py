@@ -29,7 +29,7 @@ from torch import Tensor
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Sum
 from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree, widen
@@ -136,7 +136,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
         whole = torch.zeros(0, dtype=torch.int64)
         form = Lengths(Local(whole, down.mean[:0], whole), task.classes)
-        return Update({"labels": None, "mean": 0.0, "count": None}, form=form)
+        return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE, "count": NO_UPDATE}, form=form)
 
     def client_model(self, state: Client, down: Prototypes, view: ClientView) -> ClientModel:
         """θ_k with its classifier, or with minus the distance to each usable prototype as scores."""

@@ -33,7 +33,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
-from ..core.tree import Params, add, map, numel, tree, wide_type, zeros_like
+from ..core.tree import Params, add, map_leaves, numel, tree, wide_type, zeros_like
 
 
 @tree
@@ -94,7 +94,7 @@ class FedRoD(Method[Params, Params, Params, Params]):
 
         def loss(now: Joint, batch: Batch, offset: Tensor) -> Tensor:
             z = model.represent(now.model, batch.x)
-            fixed = map(Tensor.detach, model.head_of(now.model))
+            fixed = map_leaves(Tensor.detach, model.head_of(now.model))
             generic = task_loss(model.head(now.model, z) + offset, batch)
             return generic + task_loss(model.head(add(fixed, now.own), z.detach()), batch)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..adapters.lora.lora_factors import lora_of
+from ..adapters.wire_format import unpack_factors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
@@ -26,7 +27,7 @@ from .families.lora_clients import (
     send_factors,
     update_of_factors,
 )
-from .families.lora_family import Leaves, Message, Tuning, initial_factors, read_factors, train_leaves
+from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
 
 
 @tree
@@ -93,7 +94,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         return adapted_model(view, self._leaves(state, down), self.tuning.scale(view))
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
-        a = {n: p.a for n, p in read_factors(down).items()}
+        a = {n: p.a for n, p in unpack_factors(down.factors).items()}
         return {"a": a, "b": state.b, "rest": state.rest | down.rest}
 
 

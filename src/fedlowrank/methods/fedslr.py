@@ -36,7 +36,7 @@ from ..core.contract.contribution import Each, Mean, mean
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
-from ..core.tree import Params, add, map, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, map_leaves, sub, tree, widen, zeros_like
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (
     Norm,
@@ -103,7 +103,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
     bounds = {"lam": ">= 0", "mu": ">= 0", "eta_g": "> 0", "fusion_epochs": ">= 1"}
-    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w shrinks at a learning rate of 0, too
+    zero_step_settings: ClassVar[dict[str, float]] = {
+        "lam": 0.0
+    }  # else w shrinks at a learning rate of 0, too
 
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""
@@ -144,7 +146,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
             if self.private == "sparse":
-                return map(lambda t: soft_threshold(t, lr * self.mu), p)
+                return map_leaves(lambda t: soft_threshold(t, lr * self.mu), p)
             return apply_prox_dense(p, lr * self.mu, self.private, ())
 
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)

@@ -41,7 +41,7 @@ from ..adapters.adaptable import refuse_computed_weights
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD
@@ -121,7 +121,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     title = "FedSpa"
     citation = "Huang et al. 2022, arXiv:2201.11380"
-    forgets = "the momentum of earlier rounds would move weights that the new mask leaves out"
+    keep_refusal = "the momentum of earlier rounds would move weights that the new mask leaves out"
     bounds = {"density": "> 0 and <= 1", "prune": ">= 0 and <= 1"}
     uses_rounds = True
 
@@ -181,7 +181,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The values on the mask themselves; masks are no update."""
-        return Update({"update": 0.0, "masks": None})
+        return Update({"update": ZERO_REFERENCE, "masks": NO_UPDATE})
 
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
         """m_k ⊙ w, of which the values on the mask are stored."""

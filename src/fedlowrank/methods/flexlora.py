@@ -58,7 +58,9 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     title = "FlexLoRA"
     citation = "Bai et al., NeurIPS 2024, arXiv:2402.11505"
-    forgets = "the server factorizes anew in every round, and gradients of other factors say nothing of these"
+    keep_refusal = (
+        "the server factorizes anew in every round, and gradients of other factors say nothing of these"
+    )
 
     def server_init(self, task: Task) -> Server:
         """W = 0."""

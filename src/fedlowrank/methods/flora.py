@@ -4,7 +4,7 @@ Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogene
 NeurIPS 2024. arXiv:2409.05976.
 
     server, each round t:   send the stacks that client i lacks                                 download
-    client i:               W_0 ← W_0 + B A of each stack                                       Base.followed
+    client i:               W_0 ← W_0 + B A of each stack                                       Base.with_updates
                             A_i random, B_i = 0; train both by E epochs                         local_update
     server:                 B = [p_1 s_1 B_1 | p_2 s_2 B_2 | …],  A = [A_1; A_2; …],
                             p_i = n_i / Σ n                                                     server_update
@@ -21,10 +21,10 @@ from ..adapters.lora.lora_factors import LoRA, lora_of
 from ..adapters.wire_format import PackedFactors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract.update import ZERO_REFERENCE, Update
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
-from .families.base_updates import Base, Keep, Ledger, weigh_factors
+from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.lora_clients import collect_factors, describe_ranks, reply
 from .families.lora_family import (
     Leaves,
@@ -42,7 +42,7 @@ from .families.lora_family import (
 class Server:
     """The stack of every round, and what is shared beside them."""
 
-    ledger: Ledger
+    history: UpdateHistory
     rest: Params
     scaling: Scaling
 
@@ -78,7 +78,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     title = "FLoRA"
     citation = "Wang et al., NeurIPS 2024, arXiv:2409.05976"
-    forgets = "a client trains new factors in every round"
+    keep_refusal = "a client trains new factors in every round"
 
     remarks = describe_ranks
     contribution = collect_factors
@@ -87,7 +87,9 @@ class FLoRA(Method[Server, Own, Download, Message]):
         """No stack yet."""
         self.tuning.ranks(task, self.title)
         model = task.common_model(self.title)
-        return Server(Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model)))
+        return Server(
+            UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
+        )
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -95,7 +97,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """The stacks that are missing."""
-        return Download(server.ledger.missing(client), server.rest)
+        return Download(server.history.missing(client), server.rest)
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
@@ -104,7 +106,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         base = self._base(state, down, lora)
         start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
-        frozen, moved = base.beside(self.keep, lora)
+        frozen, moved = base.frozen_factors_or_weights(self.keep, lora)
         end = train_leaves(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
         kept, upload = reply(self, end)
         return Own(base, kept), upload
@@ -115,31 +117,33 @@ class FLoRA(Method[Server, Own, Download, Message]):
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         return Server(
-            server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
+            server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
     def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
-        return Update({"factors": 0.0, "rest": down.rest}, self.tuning.scale_of(task, client))
+        return Update({"factors": ZERO_REFERENCE, "rest": down.rest}, self.tuning.scale_of(task, client))
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""
-        frozen, moved = self._base(state, down, lora_of(view.model)).beside(self.keep, lora_of(view.model))
+        frozen, moved = self._base(state, down, lora_of(view.model)).frozen_factors_or_weights(
+            self.keep, lora_of(view.model)
+        )
         return ClientModel(view.model.initial | _params(view, frozen, moved, state.rest | down.rest))
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""
-        frozen, _ = Base({}, server.ledger.updates).beside("stacked", lora_of(view.model))
+        frozen, _ = Base({}, server.history.updates).frozen_factors_or_weights("stacked", lora_of(view.model))
         return _params(view, frozen, {}, state.rest | server.rest)
 
     def _base(self, state: Own, down: Download, lora: LoRA) -> Base:
-        return state.base.followed(down.stacks, self.keep, lora)
+        return state.base.with_updates(down.stacks, self.keep, lora)
 
 
 def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Params:
-    leaves: Leaves = leaves_of(stack or _none(view), rest)
+    leaves: Leaves = leaves_of(stack or _zero_factors(view), rest)
     return model_parameters(view.model, leaves, 1.0, {}, moved)
 
 
-def _none(view: ClientView) -> Factors:
+def _zero_factors(view: ClientView) -> Factors:
     return lora_of(view.model).initial_factors(1, view.key / "none")

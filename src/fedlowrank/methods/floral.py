@@ -35,21 +35,26 @@ from ..adapters.mixtures.router import Router
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Mean
 from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract.update import NO_UPDATE, Update
 from ..core.learning.optimizer import SGD, Optimizer
-from ..core.learning.server_optimizer import Memory, check_server_optimizer, fresh_memory, server_step
+from ..core.learning.server_optimizer import (
+    ServerOptimizerState,
+    check_server_optimizer,
+    initial_optimizer_state,
+    server_step,
+)
 from ..core.tree import cast_like, tree, widen
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
     by_cluster,
     cluster_means,
     cluster_weights,
-    even,
     known_cluster,
     learn_router,
     routes_of,
-    select,
+    select_cluster,
     train_mixture,
+    zero_router_logits,
 )
 
 Theta = Tensor | None
@@ -61,7 +66,7 @@ class Server:
     """The model {u, a} and what the server's optimizer keeps."""
 
     model: dict[str, Any]
-    memory: Memory
+    optimizer_state: ServerOptimizerState
 
 
 @tree
@@ -131,7 +136,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         where, u, how = adapted_of(self, model), model.initial, (self.random, self.initial_scale)
         warn_adapted_ranks(self.title, where)
         a = initial_adaptors(where, self.clusters, key, self.construction, u, *how)
-        return Server({"base": u, "adaptors": a}, fresh_memory())
+        return Server({"base": u, "adaptors": a}, initial_optimizer_state())
 
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
         """No θ until the client has trained."""
@@ -144,11 +149,11 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         if self.router.routing == "learned":
             return server.model
         own = known_cluster(self.title, client, self.clusters)
-        return {"base": server.model["base"], "adaptors": select(server.model["adaptors"], own)}
+        return {"base": server.model["base"], "adaptors": select_cluster(server.model["adaptors"], own)}
 
     def local_update(self, state: Theta, down: dict[str, Any], view: ClientView) -> tuple[Theta, Upload]:
         """Lines 2 to 5."""
-        theta = even(down["adaptors"]) if state is None else state
+        theta = zero_router_logits(down["adaptors"]) if state is None else state
         apply, scaled = mixed_model(self, view.model), preconditioner(self)
         model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, scaled)
         if self.router.routing == "optimal":
@@ -167,21 +172,23 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
         old = widen(server.model)
         new = {"base": total["base"], "adaptors": cluster_means(old["adaptors"], total["adaptors"])}
-        model, memory = server_step(self.server_optimizer, old, new, server.memory, view.round)
+        model, optimizer_state = server_step(
+            self.server_optimizer, old, new, server.optimizer_state, view.round
+        )
         if self.center:
             p = total["adaptors"]["weights"]
             u, a = model["base"], model["adaptors"]
             u, a = center_adaptors(u, a, p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
-        return Server(cast_like(model, server.model), memory)
+        return Server(cast_like(model, server.model), optimizer_state)
 
     def update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
         """Relative to {u, a} as they were sent; π^k is no update."""
-        return Update({"model": down, "pi": None})
+        return Update({"model": down, "pi": NO_UPDATE})
 
     def client_model(self, state: Theta, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
-        apply, fresh = mixed_model(self, view.model), even(down["adaptors"])
+        apply, fresh = mixed_model(self, view.model), zero_router_logits(down["adaptors"])
         theta = learn_router(self.router, down, fresh, apply, view) if state is None else state
         pi = self.router.shares(theta)
         params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)

@@ -57,7 +57,9 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     title = "GPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
     bounds = {"lam": ">= 0", "eta_g": "> 0"}
-    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w shrinks at a learning rate of 0, too
+    zero_step_settings: ClassVar[dict[str, float]] = {
+        "lam": 0.0
+    }  # else w shrinks at a learning rate of 0, too
 
     def server_init(self, task: Task) -> PenalizedModel:
         """w^0, the common initial weights."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.lora.lora_factors import average_present_components, lora_of
+from ..adapters.wire_format import unpack_factors
 from ..core.arguments.switch import refuse_unread_field
 from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean, Sum
@@ -45,7 +46,6 @@ from .families.lora_family import (
     leaves_of,
     model_parameters,
     rank_of_factors,
-    read_factors,
     scale_factors,
     train_leaves,
     truncate_factors,
@@ -123,7 +123,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
-        factors, n = read_factors(upload), float(client.examples)
+        factors, n = unpack_factors(upload.factors), float(client.examples)
         rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
         unit = scale_factors(widen(factors), server.scaling.at(rank))
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
@@ -150,7 +150,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
         kept = max(1, int(self.prune * rank_of_factors(down.factors)))
-        pruned = self.tuning.message(truncate_factors(read_factors(down), kept), down.rest)
+        pruned = self.tuning.message(truncate_factors(unpack_factors(down.factors), kept), down.rest)
         return Update(down, self.tuning.scale_of(task, client), OneOf(down, pruned))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:

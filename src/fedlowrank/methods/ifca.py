@@ -24,10 +24,17 @@ from torch import Tensor
 
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
-from ..core.contract.update import Update
+from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.learning.batch_losses import sum_losses, task_loss
-from ..core.tree import Params, map, tree
-from .families.clusters import bounded_shares, by_cluster, cluster_means, initial_models, losses_of, select
+from ..core.tree import Params, map_leaves, tree
+from .families.clusters import (
+    bounded_shares,
+    by_cluster,
+    cluster_means,
+    initial_models,
+    losses_of,
+    select_cluster,
+)
 
 
 @tree
@@ -74,7 +81,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         def loss(p: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply({n: t.squeeze(0) for n, t in p.items()}, batch.x), batch)
 
-        trained = view.train(loss, select(down, chosen), "local", self.optimizer)
+        trained = view.train(loss, select_cluster(down, chosen), "local", self.optimizer)
         return None, Upload(trained, self._one_hot(chosen, down))
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
@@ -88,12 +95,12 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The model relative to nothing: the server learns which one was trained from the reply alone."""
-        return Update({"model": 0.0, "choice": None})
+        return Update({"model": ZERO_REFERENCE, "choice": NO_UPDATE})
 
     def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The model that fits the client's training data best."""
         chosen = nearest(down, view)
-        return ClientModel(map(lambda t: t[chosen], down), routes=self._one_hot(chosen, down))
+        return ClientModel(map_leaves(lambda t: t[chosen], down), routes=self._one_hot(chosen, down))
 
     def _one_hot(self, chosen: int, like: Params) -> Tensor:
         return torch.eye(self.clusters)[chosen].to(next(iter(like.values())))

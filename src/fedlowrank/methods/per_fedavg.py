@@ -34,7 +34,7 @@ from ..core.contract.contribution import Mean
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import gradient, supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer
-from ..core.tree import Params, add, dot, map, sub
+from ..core.tree import Params, add, dot, map_leaves, sub
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:
@@ -99,7 +99,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
             return task_loss(model.apply(theta, batch.x), batch)
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            one, two, here = half(batch, 0), half(batch, 1), map(torch.detach, theta)
+            one, two, here = half(batch, 0), half(batch, 1), map_leaves(torch.detach, theta)
             inner = gradient(risk, here, one)
             value = risk(add(theta, inner, -alpha), two)
             if free:

@@ -36,7 +36,7 @@ from ..core.contract.contribution import Mean
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.learning.batch_losses import gradient, supervised_loss
 from ..core.learning.optimizer import SGD
-from ..core.tree import Params, add, cast_like, map, square_distance, sub, widen
+from ..core.tree import Params, add, cast_like, map_leaves, square_distance, sub, widen
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
     citation = "Dinh et al., NeurIPS 2020, arXiv:2006.08848"
     couples_examples = True
     bounds = {"lam": "> 0", "inner_steps": ">= 1", "inner_lr": ">= 0", "local_rounds": ">= 1", "beta": "> 0"}
-    at_rest = {"inner_lr": 0.0}
+    zero_step_settings = {"inner_lr": 0.0}
 
     def passes(self) -> dict[str, Pass]:
         """Local rounds, and the mini-batch of the personal model."""
@@ -90,7 +90,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
         risk, lam, lr, steps = supervised_loss(view.model), self.lam, self.inner_lr, self.inner_steps
 
         def envelope(w: Params, batch: Batch) -> Tensor:
-            center = theta = map(torch.detach, w)
+            center = theta = map_leaves(torch.detach, w)
             for _ in range(steps):
                 slope = add(gradient(risk, theta, batch), sub(theta, center), lam)
                 theta = add(theta, slope, -lr)
@@ -105,7 +105,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """A step to the mean of the replies."""
-        moved = map(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
+        moved = map_leaves(lambda w, mean: (1 - self.beta) * w + self.beta * mean, widen(server), total)
         return cast_like(moved, server)
 
     def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:

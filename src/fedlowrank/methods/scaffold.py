@@ -31,7 +31,7 @@ from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import AdamW
-from ..core.tree import Params, add, cast_like, map, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, map_leaves, sub, tree, widen, zeros_like
 
 
 @tree
@@ -91,7 +91,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
         # the client adds what it sends, so that both sides hold the same sum
-        change = map(lambda x, end, c: (x - end) / way - c, widen(down.model), y, down.control)
+        change = map_leaves(lambda x, end, c: (x - end) / way - c, widen(down.model), y, down.control)
         return add(state, change), Controlled(sub(y, down.model), change)
 
     def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:

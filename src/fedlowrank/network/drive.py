@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.experiment import ExperimentConfig
-from ..core.contract.returned import check_client_model
+from ..core.contract.hook_results import check_client_model
 from ..core.errors import CheckpointError, ConfigError
 from ..core.io.atomic_files import as_checkpoint_error
 from ..engines.engine import client_view
@@ -29,7 +29,7 @@ from ..storage.digest import digest_of
 from ..storage.run_folder import RunFolder
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from .network_run import NetworkRun
-from .operation.fall import PausedError, describe_fall, find_fall, suspects, worst_shapes
+from .operation.validation_decline import PausedError, describe_fall, find_fall, suspects, worst_shapes
 from .persistence.account import Account
 from .persistence.audit import Audit
 from .persistence.registry import ClientRegistry

@@ -172,7 +172,7 @@ class NetworkRun(Run):
         except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 
-    def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
+    def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:
         """See the base class; replies on which the update fails are refused, and the others are used."""
         before = self.state.server
         try:
@@ -196,7 +196,7 @@ class NetworkRun(Run):
                 raise
             for client, reason in faulty.items():
                 self.engine.refuse(RefusedReplyError(client, reason), view.round)
-                found.drop(client, reason)
+                results.drop(client, reason)
         return self.engine.boundary(server)
 
     def evaluation(self) -> Block | None:

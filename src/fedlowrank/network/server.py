@@ -37,8 +37,8 @@ from .secure.signing import MemberKeys
 from .site.signatures import OrderSigner, payload_digest
 from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, NodeMessage, Response, Transport
 from .validation.directions import cosines, update_by_place
+from .validation.norm_clipping import Strikes, shorten_upload
 from .validation.norms import PRODUCTS, NormBound, PartNorms, Shortening, measure_norms, relative_steps
-from .validation.shortening import Strikes, shorten_upload
 from .validation.uploads import (
     Blocklist,
     RefusedReplyError,

@@ -11,9 +11,9 @@ import torch
 
 from ..core import tree
 from ..core.contract.client_model import ClientModel, Parts, Predictor
+from ..core.contract.hook_results import check_client_model
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
 from ..core.contract.model import Model
-from ..core.contract.returned import check_client_model
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.federation import Federation

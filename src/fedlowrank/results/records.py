@@ -48,7 +48,7 @@ class RoundRecord:
         lost: participants whose reply did not arrive or was dropped, with the reason.
         bytes_down: bytes of the encoded messages from the server to the participants.
         bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
-        apart: clients that are in no mean of results, because they never train or are hostile; None for none.
+        excluded_from_means: clients that are in no mean of results, because they never train or are hostile; None for none.
         parameters_down: floating-point elements in the messages to the participants.
         parameters_up: floating-point elements in the messages back.
         steps: optimizer steps of all participants.
@@ -82,7 +82,7 @@ class RoundRecord:
     ranks: dict[str, int] = field(default_factory=dict)
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
     simulated_seconds: float | None = None
-    apart: list[int] | None = None
+    excluded_from_means: list[int] | None = None
     restored: bool | None = None
 
     def to_json(self) -> str:
@@ -151,8 +151,10 @@ class RoundRecord:
             It; None if the models were not evaluated, or no such client has a number; NaN if that of one is not
             finite.
         """
-        apart = set(self.apart or ())
-        return mean_over_clients(v for i, v in self.by_client(name, split).items() if i not in apart)
+        excluded_from_means = set(self.excluded_from_means or ())
+        return mean_over_clients(
+            v for i, v in self.by_client(name, split).items() if i not in excluded_from_means
+        )
 
     def append_to(self, table: Measurements) -> None:
         """Append all numbers to the table of a run."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_leaves
+from ..core.contract.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_contributions
 from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.contract.update import Update
 from ..core.errors import TaskError
@@ -283,9 +283,9 @@ def reweight(contribution: Any, weight: float, count: int) -> Any:
             raise TaskError(f"the replies at {path or 'its top'} are seen one by one and have no weights")
         if leaf.counts:
             return leaf
-        return Sum(tree.map(lambda t: _times(t, count * weight), leaf.value))
+        return Sum(tree.map_leaves(lambda t: _times(t, count * weight), leaf.value))
 
-    return map_leaves(change, contribution)
+    return map_contributions(change, contribution)
 
 
 def _times(t: Tensor, factor: float) -> Tensor:

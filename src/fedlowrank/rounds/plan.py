@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
-from ..storage.run_files import LEDGER
+from ..storage.digest import read_sealed
+from ..storage.run_files import CONFIG, LEDGER
 from ..trust.privacy.ledger import PrivacyLedger
 
 EVALUATIONS = 50
@@ -38,12 +38,12 @@ class Plan:
 
     @classmethod
     def read(cls, folder: Path) -> Plan | None:
-        """Read the plan of a run that goes on; None where ``run.json`` cannot be read, which is refused later.
+        """Read the plan of a run that goes on; None where there is no ``run.json``, which is refused later.
 
         A run from before plans were stored has the σ of its ledger.
 
         Raises:
-            CheckpointError: if the plan or the ledger is damaged.
+            CheckpointError: if ``run.json``, the plan or the ledger is damaged.
         """
         stored = _read(folder)
         if "plan" not in stored:
@@ -74,8 +74,4 @@ def rounds_of(folder: Path) -> int | None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    try:
-        stored = json.loads((folder / "run.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
+    return read_sealed(folder / CONFIG) if (folder / CONFIG).is_file() else {}

@@ -187,7 +187,7 @@ class RoundResults:
     def _store(self) -> None:
         # copied together: between the tensors of training, where they were made, each would keep a gap of
         # memory open
-        compact = {client: tree.map(_compact, state) for client, state in self._waiting.items()}
+        compact = {client: tree.map_leaves(_compact, state) for client, state in self._waiting.items()}
         self._states, self._waiting = self._states | compact, {}
 
     def client_losses(self) -> dict[int, float]:

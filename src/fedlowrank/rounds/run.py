@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from ..core import tree
 from ..core.contract.contribution import Aggregator
+from ..core.contract.hook_results import check_server_state
 from ..core.contract.method import ClientInfo, Method, ServerView
-from ..core.contract.returned import check_server_state
 from ..core.errors import ConfigError
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -193,7 +193,7 @@ class Run:
         return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen, round))]
 
     @property
-    def apart(self) -> frozenset[int]:
+    def excluded_from_means(self) -> frozenset[int]:
         """Clients that are in no mean of results: those that never train, and hostile ones."""
         return self.draws.unseen | frozenset(self.hostile)
 
@@ -243,7 +243,7 @@ class Run:
             unlucky = lost_replies(
                 [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
             )
-            found = RoundResults(
+            results = RoundResults(
                 infos,
                 losses or {},
                 unlucky,
@@ -253,28 +253,28 @@ class Run:
                 RoundTiming(self.device_clock, t, sent),
                 wait=self.inspection is not None,
             )
-            results = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
-            with contextlib.closing(results) as clients:
+            trained = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
+            with contextlib.closing(trained) as clients:
                 for info in infos:
                     with clock("train"):
                         result = next(clients)
-                    found.add(info, result, self.contribute)
+                    results.add(info, result, self.contribute)
                 with clock("train"):
                     # what an engine does after the last client
                     next(clients, None)
             observed = {}
             if self.inspection is not None:
                 key = self.federation.key / "attack" / t
-                observed = self.inspection.settle(found, self.contribute, self.state.server, key)
-            server = self._server_step(found, t)
-        self._warn_of_dropped(found)
-        self.unsaved |= found.arrived
+                observed = self.inspection.settle(results, self.contribute, self.state.server, key)
+            server = self._server_step(results, t)
+        self._warn_of_dropped(results)
+        self.unsaved |= results.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
         last = self.state.losses
         if self.settings.sampling == "loss":
-            last = next_losses(last, found.client_losses(), [i.id for i in infos])
-        self.state = State(t + 1, server, self.state.clients | found.client_states(), last)
-        down, up, meters, lost = sent.total, found.volume.total, found.meters, found.lost
+            last = next_losses(last, results.client_losses(), [i.id for i in infos])
+        self.state = State(t + 1, server, self.state.clients | results.client_states(), last)
+        down, up, meters, lost = sent.total, results.volume.total, results.meters, results.lost
         record = RoundRecord(
             round=self.round,
             participants=[i.id for i in infos],
@@ -285,17 +285,17 @@ class Run:
             parameters_up=up.parameters,
             steps=sum(m.steps for m in meters),
             flops=sum(m.flops for m in meters),
-            loss=found.mean_losses(),
+            loss=results.mean_losses(),
             observed=observed,
-            simulated_seconds=found.timing.seconds,
+            simulated_seconds=results.timing.seconds,
         )
         if t == 0:
             self.plan_evaluations(record.flops)
         return self._evaluated(record, clock)
 
-    def _warn_of_dropped(self, found: RoundResults) -> None:
+    def _warn_of_dropped(self, results: RoundResults) -> None:
         """Name once each client whose reply is left out because it is not finite."""
-        new = {client: why for client, why in found.not_finite.items() if client not in self._warned}
+        new = {client: why for client, why in results.not_finite.items() if client not in self._warned}
         self._warned |= new.keys()
         for client, why in new.items():
             count = self.federation.infos[client].examples
@@ -330,28 +330,28 @@ class Run:
             self._usual = self.federation, usual_examples(self.federation.infos)
         return weigh_client(info, robust, self._usual[1])
 
-    def _server_step(self, found: RoundResults, t: int) -> Any:
-        total = found.aggregator.finish()
-        if reason := found.aggregator.reason:
+    def _server_step(self, results: RoundResults, t: int) -> Any:
+        total = results.aggregator.finish()
+        if reason := results.aggregator.reason:
             # nothing of the round counts, so no client keeps a state of it
             logger.warning("round %d gives nothing: %s", t + 1, reason)
-            for client in sorted(found.arrived):
-                found.drop(client, reason)
+            for client in sorted(results.arrived):
+                results.drop(client, reason)
         if total is None:
             total = total_without_replies(self.method)
         if total is None:
             return self.state.server
-        replied = [self.weigh_client(self.federation.infos[i]) for i in found.aggregator.contributed]
+        replied = [self.weigh_client(self.federation.infos[i]) for i in results.aggregator.contributed]
         return self.server_update(
-            total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found
+            total, ServerView(self.task, t, self.federation.key / "server" / t, replied), results
         )
 
-    def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
+    def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:
         """The server's next state, given the total of the contributions."""
-        del found
+        del results
         before = self.state.server
-        found = self.method.server_update(before, total, view)
-        return self.engine.boundary(check_server_state(self.method, before, found))
+        state = self.method.server_update(before, total, view)
+        return self.engine.boundary(check_server_state(self.method, before, state))
 
     def is_due(self) -> bool:
         """Whether the models are evaluated now."""
@@ -422,8 +422,8 @@ class Run:
         return dataclasses.replace(record, observed={**record.observed, "backdoor": {"success": rate}})
 
     def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
-        if self.apart and self.is_due():
-            record = dataclasses.replace(record, apart=sorted(self.apart))
+        if self.excluded_from_means and self.is_due():
+            record = dataclasses.replace(record, excluded_from_means=sorted(self.excluded_from_means))
         found = None
         if self.is_due():
             with clock("evaluate"):

@@ -109,7 +109,7 @@ class ClientStore(Mapping[int, Any]):
             raise CheckpointError(
                 f"the state of client {client} at {place.path} is damaged: {error}"
             ) from error
-        return tree.map(lambda t: t.to(self._device), found)
+        return tree.map_leaves(lambda t: t.to(self._device), found)
 
     def __iter__(self) -> Iterator[int]:
         """Clients, in the order in which their states last changed."""

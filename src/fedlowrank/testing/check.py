@@ -185,7 +185,7 @@ class Trajectory:
 def _states(run: Run) -> Any:
     """Server state and client states, on the CPU."""
     states = run.state.server, {str(i): c for i, c in sorted(run.state.clients.items())}
-    return tree.map(lambda t: t.cpu(), states)
+    return tree.map_leaves(lambda t: t.cpu(), states)
 
 
 def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
@@ -288,7 +288,7 @@ def _still(at: Trajectory) -> str | None:
         if hasattr(value := getattr(method, f.name), "learning_rate")
     }
     # a penalty acts at a learning rate of 0, too; a method names its settings to set aside for this check
-    still = dataclasses.replace(method, **changed, **type(method).at_rest)
+    still = dataclasses.replace(method, **changed, **type(method).zero_step_settings)
     run = at.start(method=still, participation=1.0)
     first = {i.id: run.personal(i) for i in run.federation.infos}
     run.step()

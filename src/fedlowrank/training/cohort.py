@@ -50,7 +50,7 @@ class Stack(Work):
         rates = [lr if in_backward else None for lr in self.rates.lr]
         self._leaves = [stack(p, lr) for p, lr in zip(own, rates, strict=True)]
         self._rows_now = refill(self.now, self._leaves)
-        self._rows_constants = tree.map(stack, self.constants)
+        self._rows_constants = tree.map_leaves(stack, self.constants)
 
     @property
     def ends(self) -> Any:
@@ -62,7 +62,7 @@ class Stack(Work):
         params, constants, center, linear = self._all
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
-        self.constants = tree.map(lambda t: t[:clients], constants)
+        self.constants = tree.map_leaves(lambda t: t[:clients], constants)
         self.center, self.linear = (
             None if ts is None else [t[:clients] for t in ts] for ts in (center, linear)
         )
@@ -122,7 +122,7 @@ class Stack(Work):
         value = self._loss_by_rows(refill(self.now, [stack(p) for p in self.params]), batch)
         grads = self.gradient(value)
         for k in (0, len(value) - 1):
-            now = tree.map(lambda t: t.detach().requires_grad_(), _of_client(self.now, k))
+            now = tree.map_leaves(lambda t: t.detach().requires_grad_(), _of_client(self.now, k))
             params = tree.tensors(now)
             alone = self.request.loss(now, _batch_of_client(batch, k), *_of_client(self.constants, k))
             expected = torch.autograd.grad(alone, params, allow_unused=True, materialize_grads=True)
@@ -168,7 +168,7 @@ def _unsupported() -> Iterator[None]:
 
 def _of_client(stacked: Any, k: int) -> Any:
     """The tree of one client of many."""
-    return tree.map(lambda t: t[k], stacked)
+    return tree.map_leaves(lambda t: t[k], stacked)
 
 
 def _batch_of_client(batch: Batch, k: int) -> Batch:

@@ -115,4 +115,4 @@ def slot_like(start: Any, tensors: Sequence[Tensor | None]) -> Any:
         t = next(found)
         return tree.widen(p).new_zeros(p.shape) if t is None else t.detach()
 
-    return tree.map(fill, start)
+    return tree.map_leaves(fill, start)

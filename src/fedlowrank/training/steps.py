@@ -177,8 +177,8 @@ class Work:
 
         def of_finite(_: Any, p: Any, *constants: Any) -> Any:
             finite = torch.stack([t.isfinite().all() for t in tree.tensors(p)]).all()
-            new = of_all(_, tree.map(lambda t: torch.where(finite, t, 0.0), p), *constants)
-            return tree.map(lambda t, q: torch.where(finite, q, t), p, new)
+            new = of_all(_, tree.map_leaves(lambda t: torch.where(finite, t, 0.0), p), *constants)
+            return tree.map_leaves(lambda t, q: torch.where(finite, q, t), p, new)
 
         try:
             return self.mapped(of_all, params, params)
@@ -207,17 +207,17 @@ def densify(grads: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 def layout(value: T) -> T:
     """The memory layout in which convolutions are fastest; no value changes."""
-    return tree.map(channels_last, value)
+    return tree.map_leaves(channels_last, value)
 
 
 def refill(like: T, tensors: Iterable[Tensor]) -> T:
     """A tree of that structure with these tensors."""
     new = iter(tensors)
-    return tree.map(lambda _: next(new), like)
+    return tree.map_leaves(lambda _: next(new), like)
 
 
 def tensors_like(like: Any, value: Any) -> list[Tensor]:
     """The tensors of a tree in the order of another, matched by path."""
     out: list[Tensor] = []
-    tree.map(lambda _, t: out.append(t), like, value)
+    tree.map_leaves(lambda _, t: out.append(t), like, value)
     return out

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Request, Task
 from ..core.contract.model import Model
-from ..core.contract.returned import check_pair
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class TracingTrainer:
     def train(self, request: Request) -> Any:
         """Return the start plus one: a method may ask whether training changed anything."""
         self.trained.append(request.name)
-        return tree.canonical(tree.map(lambda t: t.detach() + 1, request.start))
+        return tree.canonical(tree.map_leaves(lambda t: t.detach() + 1, request.start))
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """The statistic of the model's example, twice: batch normalization fails on one example."""

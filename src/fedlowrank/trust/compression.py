@@ -126,7 +126,7 @@ def _forms(stages: tuple[Stage, ...], form: Any) -> list[Compressed]:
     """Steps of :func:`_encode` for an update of a form, as tensors that take no memory."""
     zeros = {path: torch.zeros(shape, dtype=dtype) for path, dtype, shape in form}
     steps = list(_encode(stages, zeros, Key(())))
-    return [tree.map(lambda t: t.new_zeros(()).expand(t.shape), step) for step in steps]
+    return [tree.map_leaves(lambda t: t.new_zeros(()).expand(t.shape), step) for step in steps]
 
 
 def decompress(stages: tuple[Stage, ...], compressed: Compressed, like: Params) -> Params:
@@ -155,7 +155,7 @@ def decompress(stages: tuple[Stage, ...], compressed: Compressed, like: Params) 
 
 
 def _check_form(expected: Any, found: Any) -> None:
-    ordered = tree.map(lambda _, t: t, expected, found)
+    ordered = tree.map_leaves(lambda _, t: t, expected, found)
     for (path, a), b in zip(tree.leaves(expected), tree.tensors(ordered), strict=True):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             want, got = (f"{str(t.dtype)[6:]} {list(t.shape)}" for t in (a, b))

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.contract.client_model import ClientModel
-from ..core.contract.contribution import Mean, Sum, contribution_leaves, map_leaves
+from ..core.contract.contribution import Mean, Sum, contribution_leaves, map_contributions
+from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ..core.contract.model import without_data
-from ..core.contract.returned import check_pair
 from ..core.contract.update import Update
 from ..core.contract.wrapper import MethodWrapper
 from ..core.key import Key
@@ -310,7 +310,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
                 },
             )
 
-        return map_leaves(total, base)
+        return map_contributions(total, base)
 
     def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The method's."""

@@ -242,7 +242,7 @@ class RobustAggregator(Aggregator):
         given = [self._totals[path][client] for client in self.contributed]
         values, weights = [value for value, _ in given], [weight for _, weight in given]
         if path in self._counts:
-            return tree.map(lambda *ts: torch.stack(ts).sum(0), values[0], *values[1:])
+            return tree.map_leaves(lambda *ts: torch.stack(ts).sum(0), values[0], *values[1:])
         scale = len(given) if kind is Sum else 1.0
         return robust_mean(values, weights, self._rule, self._hostile, scale) if any(weights) else None
 
@@ -294,7 +294,7 @@ def _check_leaf(first: Any, value: Any, weight: float) -> None:
     if not 0 <= weight < math.inf:
         raise tree.TreeError(f"a weight of a mean is finite and at least 0; this one is {weight}")
     # says where structures differ
-    tree.map(lambda *_: None, first, value)
+    tree.map_leaves(lambda *_: None, first, value)
     forms = dict(tree.leaves(first))
     for path, t in tree.leaves(value):
         if not t.is_floating_point() or (t.shape, t.dtype) != (forms[path].shape, forms[path].dtype):

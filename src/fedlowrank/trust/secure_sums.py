@@ -38,7 +38,7 @@ from ..core.contract.contribution import (
     Sum,
     contribution_leaves,
     fault_of,
-    map_leaves,
+    map_contributions,
 )
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
@@ -72,13 +72,13 @@ def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]
         )
     if fault := fault_of(contribution):
         raise tree.TreeError(fault)
-    kinds, expected = (map_leaves(lambda _, x: type(x).__name__, c) for c in (contribution, like))
+    kinds, expected = (map_contributions(lambda _, x: type(x).__name__, c) for c in (contribution, like))
     if kinds != expected:
         raise tree.TreeError(f"its leaves are {kinds}, those of others {expected}")
     found, aligned = dict(contribution_leaves(contribution)), list[tuple[Any, list[Tensor]]]()
     for path, leaf in contribution_leaves(like):
         aligned.append((found[path], []))
-        tree.map(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, found[path].value)
+        tree.map_leaves(lambda _, t, to=aligned[-1][1]: to.append(t), leaf.value, found[path].value)
         for a, b in zip(tree.tensors(leaf.value), aligned[-1][1], strict=True):
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 raise tree.TreeError(f"at {path!r} it has {b.dtype} {[*b.shape]}, not {a.dtype} {[*a.shape]}")
@@ -147,8 +147,8 @@ class FixedPoint:
                 x, numbers = numbers[: t.numel()], numbers[t.numel() :]
                 x = x.double() / max(weight, 1) * step if t.is_floating_point() else x
                 values.append(x.to(t.dtype, copy=True).reshape(t.shape).to(t.device))
-            totals[path] = tree.map(lambda _, v=values: v.pop(0), leaf.value) if weight else None
-        return map_leaves(lambda path, _: totals[path], like)
+            totals[path] = tree.map_leaves(lambda _, v=values: v.pop(0), leaf.value) if weight else None
+        return map_contributions(lambda path, _: totals[path], like)
 
 
 class MaskingPlan:
@@ -327,7 +327,9 @@ class SecureAggregator(Aggregator):
         except (TaskError, tree.TreeError) as error:
             raise type(error)(f"secure sums cannot take the reply of client {client}: {error}") from error
         if self._like is None:
-            self._like = map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
+            self._like = map_contributions(
+                lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution
+            )
         vector, clipped = self._grid.encode(aligned)
         neighbors = {c: self._public_keys[c] for c in self._plan.holders[client] if c != client}
         self._server.add(client, self._clients[client].mask(vector, neighbors))

@@ -1,8 +1,7 @@
 """The update of a client: its upload minus the reference that :meth:`fedlowrank.core.contract.method.Method.update` names.
 
-A reference has the form of the upload. In the place of a part it may have None (the part is no update: it is
-neither clipped nor compressed, and no noise can hide it) or :data:`ITSELF` (the part is an update as it is).
-A part whose place in the reference has other parts is likewise an update as it is.
+A reference has the form of the upload, with :data:`~fedlowrank.core.contract.update.NO_UPDATE` or
+:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE` in the place of some parts.
 
 Norms are of the *effective* update. A factor pair (B, A) beside a reference (B₀, A₀) stands for
 s(B A - B₀ A₀) = s[B, -B₀][A; A₀], whose norm and inner products need Gram matrices of its factors alone:
@@ -23,15 +22,12 @@ from ..adapters.mixtures.mixture import Pairs
 from ..adapters.wire_format import Quantized, Rounded
 from ..core import tree
 from ..core.contract.method import AnyMethod, ClientInfo, Task
-from ..core.contract.update import Update
+from ..core.contract.update import ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.tree import Params, TreeError
 from ..linalg.factored import Factored
 from ..linalg.matricize import dense_weights
 from ..linalg.pair import Pair
-
-ITSELF = 0.0
-"""In the place of a part of a reference: that part of an upload is an update as it is."""
 
 _STEPS = 60
 """Halvings of an interval in [0, 1], to the precision of float64."""
@@ -65,7 +61,7 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
     """Walk the parts of an upload that are updates: floating tensors, pairs and factored matrices.
 
     Yields:
-        Its path, the part, and its reference: of the same form, or :data:`ITSELF`.
+        Its path, the part, and its reference: of the same form, or :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`.
 
     Raises:
         TreeError: if the reference does not have the form of the upload.
@@ -95,7 +91,7 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         return
     others = _same_parts(children, reference)
     for key, child in children:
-        yield from parts(child, ITSELF if others is None else others[key], tree.join_path(path, key))
+        yield from parts(child, ZERO_REFERENCE if others is None else others[key], tree.join_path(path, key))
 
 
 def _same_parts(children: list[tuple[str, Any]], reference: Any) -> dict[str, Any] | None:
@@ -112,7 +108,7 @@ def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
     Args:
         upload: of the client.
         reference: of its upload.
-        compared: leave out what is compared with nothing (:data:`ITSELF`).
+        compared: leave out what is compared with nothing (:data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`).
     """
     found: Params = {}
     for path, part, ref in parts(upload, reference):

@@ -85,12 +85,16 @@ class RunningMean(Generic[T]):
         self.count += 1
         self.total += weight
         if self.count == 1:
-            self._mean, self._form, self._like = tree.map(_wide_copy, value), tree.form(value), _empty(value)
+            self._mean, self._form, self._like = (
+                tree.map_leaves(_wide_copy, value),
+                tree.form(value),
+                _empty(value),
+            )
         mine, new = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
             # keys may come in another order; if structures differ, this says where
             new = []
-            tree.map(lambda _, t: new.append(t), self._like, value)
+            tree.map_leaves(lambda _, t: new.append(t), self._like, value)
             if any(
                 (u.shape, u.dtype) != (t.shape, t.dtype)
                 for u, t in zip(tree.tensors(self._like), new, strict=True)
@@ -116,7 +120,7 @@ def _wide_copy(t: Tensor) -> Tensor:
 
 def _empty(value: T) -> T:
     """The tree with tensors of the same shapes and types that take no memory."""
-    return tree.map(lambda t: t.new_zeros(()).expand(t.shape), value)
+    return tree.map_leaves(lambda t: t.new_zeros(()).expand(t.shape), value)
 
 
 def mean(trees: Iterable[T], weights: Iterable[float]) -> T:
@@ -183,7 +187,7 @@ class Aggregator:
         """
         if missing := sorted(set(self._waiting) - self._early.keys()):
             raise ValueError(f"the round is not over: clients {missing} neither replied nor were skipped")
-        return None if self._structure is None else map_leaves(self._value, self._structure)
+        return None if self._structure is None else map_contributions(self._value, self._structure)
 
     def _reduce(self) -> None:
         while self._waiting and self._waiting[-1] in self._early:
@@ -191,7 +195,7 @@ class Aggregator:
             contribution = self._early.pop(client)
             if contribution is _SKIPPED:
                 continue
-            kinds = map_leaves(lambda _, leaf: type(leaf), contribution)
+            kinds = map_contributions(lambda _, leaf: type(leaf), contribution)
             if self._structure is None:
                 self._structure = kinds
             elif self._structure != kinds:
@@ -213,7 +217,7 @@ class Aggregator:
             wide = tree.widen(leaf.value)
             if known is None:
                 self._forms[path] = _empty(leaf.value)
-            self._totals[path] = wide if known is None else tree.map(torch.add, known, wide)
+            self._totals[path] = wide if known is None else tree.map_leaves(torch.add, known, wide)
         else:
             self._totals.setdefault(path, {})[client] = leaf.value
 
@@ -229,20 +233,24 @@ class Aggregator:
 def contribution_leaves(contribution: Any) -> Iterator[tuple[str, Mean | Sum | Each]]:
     """The leaves of a contribution with their paths."""
     found: list[tuple[str, Mean | Sum | Each]] = []
-    map_leaves(lambda path, leaf: found.append((path, leaf)), contribution)
+    map_contributions(lambda path, leaf: found.append((path, leaf)), contribution)
     yield from found
 
 
-def map_leaves(f: Callable[[str, Any], Any], contribution: Any, path: str = "") -> Any:
+def map_contributions(f: Callable[[str, Any], Any], contribution: Any, path: str = "") -> Any:
     """A contribution with every leaf replaced by ``f(path, leaf)``.
 
     Raises:
         TreeError: if it holds anything but dicts and lists of leaves.
     """
     if isinstance(contribution, dict):
-        return {key: map_leaves(f, value, tree.join_path(path, key)) for key, value in contribution.items()}
+        return {
+            key: map_contributions(f, value, tree.join_path(path, key)) for key, value in contribution.items()
+        }
     if isinstance(contribution, list):
-        return [map_leaves(f, value, tree.join_path(path, str(i))) for i, value in enumerate(contribution)]
+        return [
+            map_contributions(f, value, tree.join_path(path, str(i))) for i, value in enumerate(contribution)
+        ]
     if not isinstance(contribution, (Mean, Sum, Each, type)):
         raise tree.TreeError(
             f"a contribution consists of Mean, Sum and Each in dicts and lists; at {path or 'its top'} it "

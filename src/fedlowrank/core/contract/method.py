@@ -17,9 +17,9 @@ from ..tree import Params
 from .client_model import ClientModel
 from .contribution import Mean
 from .forms import Lengths, OneOf
+from .hook_results import check_function, check_passes, check_start
 from .hook_signatures import check_class
 from .model import Model
-from .returned import check_function, check_passes, check_start
 from .task import Batch, ClientInfo, Pass, Task
 from .update import Update
 
@@ -251,17 +251,17 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     one_model: ClassVar[bool] = False
     """Whether all clients train and infer by one model, the server's, as they are sent it. A server can then average
     the running statistics of its batch normalizations, and one model is evaluated for all clients."""
-    forgets: ClassVar[str] = ""
+    keep_refusal: ClassVar[str] = ""
     """Why the state of an optimizer means nothing in the next round, so that ``optimizer.keep`` is refused; empty where
     it does."""
-    at_rest: ClassVar[Mapping[str, Any]] = {}
+    zero_step_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
 
     def __post_init__(self) -> None:
         check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1"}, self.title)
         check_bounds(self, self.bounds, self.title)
-        for one in fields(self) if self.forgets else ():
-            refuse_keep(one.name, getattr(self, one.name), self.title, self.forgets)
+        for one in fields(self) if self.keep_refusal else ():
+            refuse_keep(one.name, getattr(self, one.name), self.title, self.keep_refusal)
 
     @classmethod
     def check_class(cls) -> None:

@@ -131,5 +131,5 @@ def without_data(model: M) -> M:
     The example is mostly a view of a client's data, and a view is pickled with all that it is a view of.
     """
     made = copy.copy(model)
-    made.example, made.cache = tree.map(Tensor.clone, model.example), {}
+    made.example, made.cache = tree.map_leaves(Tensor.clone, model.example), {}
     return made

@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+NO_UPDATE = None
+"""In the place of a part of a reference: that part of the upload is no update. It is neither clipped nor compressed, and no
+noise hides it."""
+
+ZERO_REFERENCE = 0.0
+"""In the place of a part of a reference: that part of the upload is itself the update."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -15,8 +22,8 @@ class Update:
 
     Attributes:
         reference: what the upload is relative to, such as the download. It has the form of the upload; dicts may
-            stand for its classes. In the place of a part, None says that the part is no update, and 0.0 that it is
-            an update by itself; so is a part whose place has other parts.
+            stand for its classes, and :data:`NO_UPDATE` or :data:`ZERO_REFERENCE` for a part. A part whose place has
+            other parts is itself the update.
         scale: s of the products B A of factors in the upload; the effective update is s(B A - B₀ A₀).
         form: types and shapes that an upload may have, with :class:`~fedlowrank.core.contract.forms.OneOf` and
             :class:`~fedlowrank.core.contract.forms.Lengths` where clients differ; values mean nothing. None for the form that

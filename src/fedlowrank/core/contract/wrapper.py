@@ -9,7 +9,7 @@ from .method import AnyMethod, C, D, Method, Pass, S, Task, U
 _DESCRIPTION = (
     "title",
     "citation",
-    "at_rest",
+    "zero_step_settings",
     "heterogeneous",
     "needs_classes",
     "uses_rounds",

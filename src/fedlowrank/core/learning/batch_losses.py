@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..contract.model import Model
 from ..contract.task import Batch
 from ..errors import LossError
-from ..tree import Params, map, wide_type
+from ..tree import Params, map_leaves, wide_type
 
 
 def example_losses(scores: Tensor, batch: Batch) -> Tensor:
@@ -87,7 +87,7 @@ def gradient(risk: Callable[..., Tensor], theta: Params, batch: Batch) -> Params
         theta: parameters at which it is taken.
         batch: of one client or of many.
     """
-    at = map(lambda t: t.detach().requires_grad_(), theta)
+    at = map_leaves(lambda t: t.detach().requires_grad_(), theta)
     # a sum, for of a batch of many clients the risk is one number each
     value = risk(at, batch).sum()
     check_loss(value)

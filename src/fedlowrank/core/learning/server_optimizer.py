@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @node
-class Memory:
+class ServerOptimizerState:
     """What a server's optimizer keeps from round to round.
 
     Attributes:
@@ -32,9 +32,9 @@ class Memory:
     count: int
 
 
-def fresh_memory() -> Memory:
+def initial_optimizer_state() -> ServerOptimizerState:
     """Before the first step."""
-    return Memory([], 0)
+    return ServerOptimizerState([], 0)
 
 
 def check_server_optimizer(path: str, optimizer: Optimizer, title: str) -> None:
@@ -55,18 +55,20 @@ def check_server_optimizer(path: str, optimizer: Optimizer, title: str) -> None:
         )
 
 
-def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: int) -> tuple[T, Memory]:
+def server_step(
+    optimizer: Optimizer, old: T, mean: T, state: ServerOptimizerState, round: int
+) -> tuple[T, ServerOptimizerState]:
     """One step on the pseudo-gradient old - mean, computed in float32 for parameters of half precision.
 
     Args:
         optimizer: of the server; SGD with lr 1 and nothing else takes the mean, bit for bit.
         old: the server's tree.
         mean: of the replies, a tree like it; it may be of a wider type.
-        memory: of the optimizer.
+        state: of the optimizer.
         round: counted from 0, for its schedule.
     """
     if isinstance(optimizer, SGD) and optimizer == SGD(lr=1.0):
-        return tree.cast_like(mean, old), memory
+        return tree.cast_like(mean, old), state
     wide = tree.widen(old)
     params = [t.detach().clone() for _, t in tree.leaves(wide)]
     paths = [path for path, _ in tree.leaves(old)]
@@ -74,11 +76,11 @@ def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: in
     gradient = [_moved(p, towards[path]) for path, p in zip(paths, params, strict=True)]
     if optimizer.clip is not None:
         gradient = clip(gradient, optimizer.clip)
-    kept = [[t.clone() for t in ts] for ts in memory.tensors]
+    kept = [[t.clone() for t in ts] for ts in state.tensors]
     with torch.no_grad():
-        optimizer.step(params, gradient, kept, optimizer.rates(paths, round), memory.count)
+        optimizer.step(params, gradient, kept, optimizer.rates(paths, round), state.count)
     new = iter(params)
-    return tree.map(lambda t: next(new).to(t.dtype), old), Memory(kept, memory.count + 1)
+    return tree.map_leaves(lambda t: next(new).to(t.dtype), old), ServerOptimizerState(kept, state.count + 1)
 
 
 def _moved(old: Tensor, mean: Tensor) -> Tensor:

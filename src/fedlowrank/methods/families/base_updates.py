@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @tree
-class Ledger:
+class UpdateHistory:
     """The server's side: the update of every round, of scale 1, and how many each client has."""
 
     updates: list[PackedFactors]
@@ -42,10 +42,10 @@ class Ledger:
         """The updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
-    def grown(self, update: Factors, clients: Sequence[ClientInfo], wire: Wire) -> Ledger:
+    def with_update(self, update: Factors, clients: Sequence[ClientInfo], wire: Wire) -> UpdateHistory:
         """With one more update; the given clients have all before it."""
         at = self.at | {str(client.id): len(self.updates) for client in clients}
-        return Ledger([*self.updates, pack_factors(update, wire)], at)
+        return UpdateHistory([*self.updates, pack_factors(update, wire)], at)
 
 
 @tree
@@ -61,7 +61,7 @@ class Base:
     dense: dict[str, Tensor]
     stacks: list[PackedFactors]
 
-    def followed(self, updates: Sequence[PackedFactors], keep: Keep, lora: LoRA) -> Base:
+    def with_updates(self, updates: Sequence[PackedFactors], keep: Keep, lora: LoRA) -> Base:
         """With further updates.
 
         One after another, so that clients hold the same sums whenever they caught up.
@@ -73,7 +73,7 @@ class Base:
                 now = Base(_memo(lora).get("sum", now, now._sum), [])
         return now
 
-    def beside(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
+    def frozen_factors_or_weights(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
         """What a client's own factors stand beside.
 
         Returns:

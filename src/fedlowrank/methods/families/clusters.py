@@ -29,7 +29,7 @@ Apply = Callable[[Any, Tensor, Any], Tensor]
 """Scores of inputs by a mixture: ``apply(parts, pi, x)``."""
 
 
-def even(parts: Any) -> Tensor:
+def zero_router_logits(parts: Any) -> Tensor:
     """θ = 0 ``[C]`` of parts whose tensors begin with the axis of clusters, in float32 for half precision.
 
     Its steps are far below the distance of two numbers of half precision.
@@ -155,7 +155,7 @@ def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
     count = len(weights)
 
     def part(c: int) -> Any:
-        return tree.map(lambda t: t[c : c + 1] if len(t) == count else t, value)
+        return tree.map_leaves(lambda t: t[c : c + 1] if len(t) == count else t, value)
 
     return {
         "means": [Mean(part(c), w) for c, w in enumerate(weights)],
@@ -172,15 +172,15 @@ def cluster_means(old: T, total: dict[str, Any]) -> T:
     """
     weights = total["weights"].tolist()
     kept = [
-        a if w > EMPTY * sum(weights) else select(old, c)
+        a if w > EMPTY * sum(weights) else select_cluster(old, c)
         for c, (a, w) in enumerate(zip(total["means"], weights, strict=True))
     ]
-    return tree.map(lambda *ts: torch.cat(ts), kept[0], *kept[1:])
+    return tree.map_leaves(lambda *ts: torch.cat(ts), kept[0], *kept[1:])
 
 
-def select(value: T, cluster: int) -> T:
+def select_cluster(value: T, cluster: int) -> T:
     """One cluster of a tree whose tensors begin with the axis of clusters, the axis kept: ``[1, ...]``."""
-    return tree.map(lambda t: t[cluster : cluster + 1], value)
+    return tree.map_leaves(lambda t: t[cluster : cluster + 1], value)
 
 
 def initial_models(title: str, task: Task, count: int) -> Params:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from ...adapters.wire_format import unpack_factors
 from ...core.contract.client_model import ClientModel
 from ...core.contract.contribution import Each, Mean
 from ...core.contract.method import ClientInfo, ClientView, Task
@@ -23,7 +24,6 @@ from .lora_family import (
     factors_of,
     leaves_of,
     model_parameters,
-    read_factors,
     train_leaves,
 )
 
@@ -76,12 +76,12 @@ def train_factors(method: _Tuned, state: Params, down: Message, view: ClientView
 
 def average_factors(method: _Tuned, upload: Message, client: ClientInfo, server: Any) -> Mean:
     """The factors and what is shared beside them, weighted by n_i."""
-    return Mean((read_factors(upload), upload.rest), client.examples)
+    return Mean((unpack_factors(upload.factors), upload.rest), client.examples)
 
 
 def collect_factors(method: _Tuned, upload: Message, client: ClientInfo, server: Any) -> dict[str, Any]:
     """The factors by themselves, for their products count; what is shared beside them, weighted by n_i."""
-    return {"factors": Each(read_factors(upload)), "rest": Mean(upload.rest, client.examples)}
+    return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.examples)}
 
 
 def update_of_factors(method: _Tuned, down: Message, client: ClientInfo, task: Task) -> Update:
@@ -99,7 +99,7 @@ def model_with_factors(method: _Tuned, state: Params, down: Message, view: Clien
 
 def leaves_of_message(message: Message, own: Params) -> Leaves:
     """What is trained: the factors of a message, and its rest with the client's own."""
-    return leaves_of(read_factors(message), own | message.rest)
+    return leaves_of(unpack_factors(message.factors), own | message.rest)
 
 
 def reply(method: _Tuned, end: Leaves) -> tuple[Params, Message]:

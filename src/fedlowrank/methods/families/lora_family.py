@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...adapters.lora.lora_factors import LoRA, lora_of, parameters_beside_factors
 from ...adapters.lora.rank_limits import describe_lowered_ranks
-from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors, unpack_factors
+from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.contract.method import Batch, ClientInfo, ClientView, Task
@@ -285,8 +285,3 @@ def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
     first = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
     zero = [(f, name) for f, name in first if name in start.get(f, {}) and not start[f][name].any()]
     return not zero or any(not torch.equal(start[f][name], end[f][name]) for f, name in zero)
-
-
-def read_factors(message: Message) -> Factors:
-    """The factors of a message."""
-    return unpack_factors(message.factors)

@@ -46,7 +46,7 @@ class Account:
         updates: see :class:`..validation.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
         settings: the section ``network`` of the experiment.
-        long: whether each of a client's last updates was too long, see :class:`..validation.shortening.Strikes`.
+        long: whether each of a client's last updates was too long, see :class:`..validation.norm_clipping.Strikes`.
         replies: the last reply of each client.
         seconds: see :class:`..operation.grace.Grace`.
         shapes: length and direction of the updates of the last rounds, by round and client.

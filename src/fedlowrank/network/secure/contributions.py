@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contract.contribution import Sum, contribution_leaves, map_leaves
+from ...core.contract.contribution import Sum, contribution_leaves, map_contributions
 from ...core.contract.method import AnyMethod, ClientInfo, ServerView
 from ...core.errors import ConfigError, TaskError
 from ...trust.protection import Protected
@@ -62,7 +62,7 @@ def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInf
         return method.contribution(upload, client, state)
 
     found = at(server)
-    moved = tree.map(lambda t: t + 1 if t.is_floating_point() else t, server)
+    moved = tree.map_leaves(lambda t: t + 1 if t.is_floating_point() else t, server)
     if not tree.equal(_plain(found), _plain(at(moved))):
         raise TaskError(
             f"run.secure: what a client of {method.title} contributes depends on the server's state, which clients do "
@@ -96,7 +96,7 @@ def form_of(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> 
             f"run.secure: {method.title} has no sum over a network, for the form of what its clients send depends on "
             f"their data ({error}); set run.secure.on = false"
         ) from error
-    return map_leaves(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
+    return map_contributions(lambda _, leaf: type(leaf)(tree.zeros_like(leaf.value)), contribution)
 
 
 def check_reads_no_examples(method: AnyMethod, like: Any, server: Any, view: ServerView) -> None:
@@ -113,7 +113,7 @@ def check_reads_no_examples(method: AnyMethod, like: Any, server: Any, view: Ser
     Raises:
         TaskError: if they differ.
     """
-    total = map_leaves(lambda _, leaf: tree.map(torch.ones_like, leaf.value), like)
+    total = map_contributions(lambda _, leaf: tree.map_leaves(torch.ones_like, leaf.value), like)
     views = [
         replace(view, replied=[replace(c, examples=n * (i + 1)) for i, c in enumerate(view.replied)])
         for n in (1, 7)

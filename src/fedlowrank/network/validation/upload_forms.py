@@ -65,7 +65,7 @@ def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
     if isinstance(form, OneOf):
         return max((_largest(f, size) for f in form.forms), key=size)
     if isinstance(form, Lengths):
-        return tree.map(lambda t: t.new_zeros(()).expand([n or form.most for n in t.shape]), form.form)
+        return tree.map_leaves(lambda t: t.new_zeros(()).expand([n or form.most for n in t.shape]), form.form)
     return form if isinstance(form, Tensor) else _map_children(form, lambda f: _largest(f, size))
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from ...config.sections.network_section import Limits
 from ...core import tree
 from ...core.contract.contribution import Aggregator, fault_of
+from ...core.contract.hook_results import check_server_state
 from ...core.contract.method import AnyMethod, ClientInfo, ServerView, Task
-from ...core.contract.returned import check_server_state
 from ...core.errors import FedlowrankError
 from .norms import difference_norm, floats
 from .shape_tracing import expected_upload

@@ -100,7 +100,7 @@ class Result:
                 split has no examples.
         """
         found = self.accuracy(split, series, at)
-        mean = mean_over_clients(a for i, a in enumerate(found) if i not in self.run.apart)
+        mean = mean_over_clients(a for i, a in enumerate(found) if i not in self.run.excluded_from_means)
         if mean is None:
             cause = f"no client has examples in the split {split!r}"
             if self.run.federation.clients[0].train.regression:

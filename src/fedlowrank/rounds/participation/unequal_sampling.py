@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ...core import tree
-from ...core.contract.contribution import Each, Mean, contribution_leaves, map_leaves
+from ...core.contract.contribution import Each, Mean, contribution_leaves, map_contributions
 from ...core.contract.method import AnyMethod, ClientInfo, ServerView, Task
 from ...core.errors import TaskError
 from ...training.tracing import trace_upload
@@ -148,7 +148,7 @@ def _misfit(method: AnyMethod, task: Task, sampling: str) -> str | None:
         )
 
     def total(info: ClientInfo, contribution: Any) -> Any:
-        return map_leaves(
+        return map_contributions(
             lambda _, leaf: {info.id: leaf.value} if isinstance(leaf, Each) else leaf.value, contribution
         )
 
@@ -165,7 +165,7 @@ def _is_tripled(one: Any, three: Any) -> bool:
     """Whether a leaf counts three times as much."""
     if isinstance(one, Mean):
         return math.isclose(float(three.weight), 3 * float(one.weight), rel_tol=1e-6)
-    return _is_close(tree.map(lambda t: 3 * t, one.value), three.value)
+    return _is_close(tree.map_leaves(lambda t: 3 * t, one.value), three.value)
 
 
 def _is_close(one: Any, other: Any) -> bool:

@@ -20,9 +20,9 @@ import torch
 
 from ...core.contract.client_model import ClientModel
 from ...core.contract.contribution import Mean
+from ...core.contract.hook_results import check_pair
 from ...core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ...core.contract.model import Model
-from ...core.contract.returned import check_pair
 from ...core.contract.update import Update
 from ...core.contract.wrapper import MethodWrapper
 from ...core.errors import ConfigError, TaskError

@@ -157,17 +157,17 @@ class CohortTrainer:
         def own(t: Tensor) -> Tensor:
             return expanded(t, clients).detach().clone(memory_format=torch.contiguous_format)
 
-        start = tree.map(own, request.start)
-        constants = tree.map(lambda t: expanded(t, clients), request.constants)
+        start = tree.map_leaves(own, request.start)
+        constants = tree.map_leaves(lambda t: expanded(t, clients), request.constants)
         term = request.proximal_term
         if term is not None and (term.center is not None or term.linear is not None):
             center, linear = (
-                None if v is None else tree.map(lambda t: expanded(t, clients), v)
+                None if v is None else tree.map_leaves(lambda t: expanded(t, clients), v)
                 for v in (term.center, term.linear)
             )
             term = ProximalTerm(term.strength, center, linear)
         before = None if request.kept is None else request.kept.state
-        slots = None if before is None else [tree.map(own, slot) for slot in before.slots]
+        slots = None if before is None else [tree.map_leaves(own, slot) for slot in before.slots]
         ends, losses, kept = [], [], []
         for a, b in self._chunks(start, constants):
             cut = _cut(a, b)
@@ -190,9 +190,9 @@ class CohortTrainer:
             ends.append(tree.canonical(end))
             losses.append(lost)
             kept.append(None if state is None else state.state)
-        end = ends[0] if len(ends) == 1 else tree.map(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
+        end = ends[0] if len(ends) == 1 else tree.map_leaves(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
         self._account(request, losses, end)
-        return VerbAnswer(tree.map(stack, end), _join_kept(kept))
+        return VerbAnswer(tree.map_leaves(stack, end), _join_kept(kept))
 
     def _chunks(self, start: Any, constants: Any) -> list[tuple[int, int]]:
         """As many clients at once as have room, in parts of like sizes."""
@@ -218,7 +218,7 @@ class CohortTrainer:
                 local.count(one, kind)
                 local.account(one, kind, mean)
                 if not sound:
-                    mine = tree.map(lambda t, k=k: t[k], end)
+                    mine = tree.map_leaves(lambda t, k=k: t[k], end)
                     try:
                         check_finite(local.data.info, local.round, name, row[: local.steps(name)], mine)
                     except NonFiniteError as error:
@@ -289,14 +289,14 @@ class ReplayTrainer:
 
 def _cut(a: int, b: int) -> Callable[[Any], Any]:
     """Some clients of trees ``[K, ...]``."""
-    return lambda value: tree.map(lambda t: t[a:b], value)
+    return lambda value: tree.map_leaves(lambda t: t[a:b], value)
 
 
 def _of_one(request: Request) -> Request:
     """The request of the first client."""
 
     def first(value: Any) -> Any:
-        return tree.map(lambda t: raw(t)[0] if isinstance(t, Stacked) else t, value)
+        return tree.map_leaves(lambda t: raw(t)[0] if isinstance(t, Stacked) else t, value)
 
     return dataclasses.replace(
         request, start=first(request.start), constants=first(request.constants), proximal_term=None, kept=None
@@ -334,5 +334,5 @@ def _join_kept(states: Sequence[OptimizerState | None]) -> OptimizerState | None
         return None
     slots = zip(*(s.slots for s in found), strict=True)
     return OptimizerState(
-        [tree.map(lambda *ts: stack(torch.cat(ts)), *slot) for slot in slots], found[0].taken
+        [tree.map_leaves(lambda *ts: stack(torch.cat(ts)), *slot) for slot in slots], found[0].taken
     )

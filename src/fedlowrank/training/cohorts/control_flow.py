@@ -70,7 +70,7 @@ def select_clients(value: T, places: Sequence[int]) -> T:
     def pick(t: Tensor) -> Tensor:
         return stack(raw(t).index_select(0, index.to(t.device))) if isinstance(t, Stacked) else t
 
-    return tree.map(pick, value)
+    return tree.map_leaves(pick, value)
 
 
 def stack_clients(trees: Sequence[T]) -> T:
