@@ -66,7 +66,7 @@ def tables(clients: int, rounds: int) -> dict[str, Any]:
         "partition": {"kind": "iid", "clients": clients},
         "model": {"names": ["mlp"], "hidden": [320]},
         "run": {"rounds": rounds, "representations": 0, "evaluate_every": rounds},
-        "network": {"wait": 600.0, "deadline": 120.0, "min_replies": clients},
+        "network": {"wait": 600.0, "deadline": max(120.0, 3.0 * clients), "min_replies": clients},
     }
 
 

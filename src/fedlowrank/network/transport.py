@@ -86,7 +86,7 @@ class Exchange:
     """Does message round trips with many nodes.
 
     A registration may take longer than one round trip, because a client first hashes its base model. A node
-    is asked once, and not again before ``wait`` seconds have passed.
+    that does not answer is asked again after half of ``wait``, because a busy server may have lost the message.
 
     Args:
         transport: carries the messages.
@@ -94,7 +94,7 @@ class Exchange:
         name: how logs call a node.
 
     Attributes:
-        pending: when each node was asked to register that has not answered yet.
+        pending: when each node was first asked to register that has not answered yet.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Exchange:
     ) -> None:
         self.transport, self.wait, self.name = transport, wait, name
         self.pending: dict[int, float] = {}
+        self._asked: dict[int, float] = {}
         self._last_log = -math.inf
 
     def replies(
@@ -126,10 +127,14 @@ class Exchange:
         start, present = time.monotonic(), self.transport.nodes()
         # a node that left answers no more; one that came back may be another process
         self.pending = {n: t for n, t in self.pending.items() if n in present and start - t < self.wait}
-        requests = [m for m in messages if m.kind == "registration" and m.node not in self.pending]
+        self._asked = {
+            n: t for n, t in self._asked.items() if n in self.pending and start - t < self.wait / 2
+        }
+        requests = [m for m in messages if m.kind == "registration" and m.node not in self._asked]
         orders = [m for m in messages if m.kind == "order"]
         unanswered = {m.node for m in orders}
-        self.pending |= {m.node: start for m in requests}
+        self.pending = {m.node: start for m in requests} | self.pending
+        self._asked |= {m.node: start for m in requests}
         if requests:
             self.transport.send(requests, "registration", self.wait)
         if orders:
