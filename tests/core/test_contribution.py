@@ -49,6 +49,36 @@ def test_all_orders_of_arrival_give_the_same_bits() -> None:
         assert list(other["each"]) == list(VALUES)
 
 
+@pytest.mark.parametrize("many", [[3, 5, 8, 9], [9, 3], [8], [5, 8]], ids=str)
+def test_rows_of_a_cohort_count_as_their_clients_do(many: list[int]) -> None:
+    aggregator, expected = Aggregator(list(VALUES)), Aggregator(list(VALUES))
+    for client in VALUES:
+        expected.add(client, contribution(client))
+    x = torch.stack([VALUES[c] for c in many])
+    rows = {
+        "model": Mean({"w": x}),
+        "clusters": [Mean(x), Mean(x)],
+        "sum": Sum({"n": x}),
+        "each": Each([("of", c) for c in many]),
+    }
+    weights = {"/model": many, "/clusters/0": [float(c == 5) for c in many], "/clusters/1": [0.0] * len(many)}
+    others = [c for c in VALUES if c not in many]
+    for client in others[:1]:
+        aggregator.add(client, contribution(client))
+    aggregator.add_rows(many, rows, weights)
+    for client in others[1:]:
+        aggregator.add(client, contribution(client))
+    found, wanted = aggregator.finish(), expected.finish()
+    assert aggregator.contributed == list(VALUES)
+    torch.testing.assert_close(found["model"], wanted["model"])
+    torch.testing.assert_close(found["sum"], wanted["sum"])
+    assert torch.equal(found["clusters"][0], VALUES[5])
+    assert found["clusters"][1] is None
+    assert list(found["each"].items()) == list(wanted["each"].items())
+    with pytest.raises(TreeError, match="the contribution of client 3 has the form"):
+        aggregator.add_rows([3], {"model": Mean(x)}, {"/model": [1.0]})
+
+
 def test_a_contribution_is_let_go_as_soon_as_those_before_it_arrived() -> None:
     aggregator, seen = Aggregator([0, 1, 2]), []
     for client in (1, 0, 2):

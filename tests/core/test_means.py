@@ -35,6 +35,52 @@ def test_equal_trees_have_themselves_for_a_mean_bit_for_bit(weights: list[float]
     assert torch.equal(mean([x] * len(weights), weights), x)
 
 
+@given(
+    st.lists(st.lists(st.floats(0, 1e6), min_size=1, max_size=5), min_size=1, max_size=4).filter(
+        lambda parts: sum(map(sum, parts)) > 1e-3
+    ),
+    st.booleans(),
+)
+def test_rows_of_many_clients_are_added_at_once(parts: list[list[float]], begins_alone: bool) -> None:
+    g = torch.Generator().manual_seed(len(parts))
+    stacks = [torch.randn(len(ws), 3, 2, generator=g, dtype=torch.float64) for ws in parts]
+    rows = torch.cat(stacks).numpy()
+    for stack, ws in zip(stacks, parts, strict=True):
+        # of a client without weight nothing counts, whatever it is
+        stack[torch.tensor(ws, dtype=torch.float64) == 0] = torch.nan
+    found: RunningMean[dict[str, Tensor]] = RunningMean()
+    for k, (stack, ws) in enumerate(zip(stacks, parts, strict=True)):
+        if begins_alone and k == 0 and ws[0] > 0:
+            for row, w in zip(stack, ws, strict=True):
+                if w:
+                    found.add({"x": row}, w)
+        else:
+            found.add_rows({"x": stack}, ws)
+    flat = [w for ws in parts for w in ws]
+    np.testing.assert_allclose(found.value["x"].numpy(), np.average(rows, 0, flat), rtol=1e-9, atol=1e-9)
+    assert found.count == sum(w > 0 for w in flat)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda ws: sum(ws) > 0), st.integers(0, 99))
+def test_equal_rows_have_themselves_for_a_mean_bit_for_bit(weights: list[float], seed: int) -> None:
+    x = torch.randn(5, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    found: RunningMean[Tensor] = RunningMean()
+    found.add_rows(x.expand(len(weights), 5), weights)
+    assert torch.equal(found.value, x)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)], ids=["shape", "type"]
+)
+def test_rows_of_another_form_are_refused(rows: Tensor) -> None:
+    found: RunningMean[Tensor] = RunningMean()
+    found.add(torch.zeros(3))
+    with pytest.raises(TreeError, match="the same shapes and types"):
+        found.add_rows(rows, [1.0, 2.0])
+    with pytest.raises(TreeError, match="at least 0"):
+        found.add_rows(torch.zeros(2, 3), [1.0, -1.0])
+
+
 def test_what_came_is_left_alone_and_not_kept() -> None:
     a, b = torch.ones(2), torch.zeros(2)
     found: RunningMean[Tensor] = RunningMean()

@@ -165,8 +165,12 @@ def test_a_known_cluster_or_what_is_missing() -> None:
 
 
 def test_weights_of_replies_are_shares_times_examples() -> None:
-    assert cluster_weights("X", ClientInfo(0, 20, "a"), torch.tensor([0.5, 0.25, 0.25]), 3) == [10, 5, 5]
-    assert cluster_weights("X", ClientInfo(1, 5, "a", cluster=2), None, 3) == [0, 0, 5]
+    assert cluster_weights("X", ClientInfo(0, 20, "a"), torch.tensor([0.5, 0.25, 0.25]), 3).tolist() == [
+        10,
+        5,
+        5,
+    ]
+    assert cluster_weights("X", ClientInfo(1, 5, "a", cluster=2), None, 3).tolist() == [0, 0, 5]
 
 
 # -- averages ------------------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ def some(seed: int, count: int = 3) -> dict[str, Any]:
 def cluster_mean(old: Any, ups: Any, weights: Any) -> Any:
     aggregator = Aggregator(range(len(ups)))
     for k, (up, of_clusters) in enumerate(zip(ups, weights, strict=True)):
-        aggregator.add(k, by_cluster(up, of_clusters))
+        aggregator.add(k, by_cluster(up, torch.tensor(of_clusters, dtype=torch.float64)))
     return cluster_means(old, aggregator.finish())
 
 

@@ -62,7 +62,7 @@ def by_own_module(run: Run, split: str) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", [linear, Own, normalized, convolution, mixing])
-@pytest.mark.parametrize("engine", ["sequential", "processes"])
+@pytest.mark.parametrize("engine", ["sequential", "processes", "vectorized"])
 def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine: Any) -> None:
     # so many examples that blocks are several, and clients that share the initial model
     made = federation(model, clients=40, held_out=80)
@@ -74,10 +74,13 @@ def test_personal_models_by_a_plain_loop(model: Callable[[], nn.Module], engine:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["fedper", "apfl", "fedproto", "fedem", "feddyn", "ditto"])
-def test_every_series_is_that_of_a_client_alone(method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["fedper", "apfl", "fedproto", "fedem", "feddyn", "ditto", "floral", "ifca"]
+)
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_every_series_is_that_of_a_client_alone(method: str, engine: Any) -> None:
     made = federation(linear_head, clients=20)
-    result = simulate(method, made, rounds=2, participation=0.4)
+    result = simulate(method, made, rounds=2, participation=0.4, engine=engine)
     record = result.rounds[-1]
     assert record.is_evaluated
     for info, data in zip(made.infos, made.clients, strict=True):

@@ -14,6 +14,8 @@ from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..data.federation import Federation
 from ..models.statistics.client_buffers import collect_buffers, install_buffers
+from ..training.cohorts.cohort_uploads import CohortUploads
+from ..training.cohorts.cohort_view import Cohort
 from ..training.flops import FlopLedger
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.local_data import LocalData
@@ -43,6 +45,8 @@ class ClientResult:
         lost: why there is none otherwise, such as a client that cannot be reached.
         diverged: whether it is lost because a number of it is not finite, found where the client is elsewhere.
         refused: whether it is lost because the server refuses what the client sends, so that it counts as hostile.
+        cohort: the uploads of all clients with which it trained, stacked; None where clients train one by one.
+        place: of the client in it.
     """
 
     state: Any
@@ -52,6 +56,8 @@ class ClientResult:
     lost: str | None = None
     diverged: bool = False
     refused: bool = False
+    cohort: CohortUploads | None = None
+    place: int = 0
 
 
 @dataclass
@@ -64,6 +70,8 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
+    has_cohorts: ClassVar[bool] = False
+    """Whether :meth:`map_clients` calls functions for many clients at once."""
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
     micro_batch: int | None = None
 
@@ -76,6 +84,31 @@ class Engine(ABC):
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """Map a function over items; results are JSON values."""
         return [work(item) for item in items]
+
+    def map_clients(
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        round: int,
+        clients: Sequence[tuple[ClientInfo, Any]],
+        alone: Callable[[int, Trainer], T],
+        together: Callable[[Cohort], list[T]],
+    ) -> list[T]:
+        """Call a pure function for clients, for many at once where the engine can.
+
+        Args:
+            method: whose passes trainers run.
+            federation: the clients' data.
+            round: counted from 0.
+            clients: each with the trees that the function takes of it.
+            alone: gives the result of the client at a place.
+            together: gives the results of a cohort.
+
+        Returns:
+            The results in any order.
+        """
+        del together
+        return [alone(k, self.trainer(method, federation, round, i)) for k, (i, _) in enumerate(clients)]
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release processes and buffers; the engine can be used again."""

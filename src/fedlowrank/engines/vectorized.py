@@ -19,25 +19,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientView, Task
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
+from ..training.cohorts.closeness import is_close
 from ..training.cohorts.cohort_trainer import CohortTrainer, PassMemory
-from ..training.cohorts.cohort_view import CohortInfo, CohortKey
-from ..training.cohorts.control_flow import DifferingError, split_clients, stack_clients
+from ..training.cohorts.cohort_uploads import CohortUploads
+from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
+from ..training.cohorts.control_flow import split_clients, stack_clients
+from ..training.cohorts.division import divide
 from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
-from ..training.stacked import UnsupportedError, without_rows
 from ..training.trainer import LocalTrainer, Meter
 from .engine import ClientJob, ClientResult, Engine, client_key
 
@@ -48,6 +47,8 @@ ROOM = 1 << 30
 """Bytes of a cohort's states and messages: at most so many as its clients have at once, before and after training."""
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Found = list[tuple[int, ClientResult]]
 """Results by the place of their client among the jobs."""
@@ -73,6 +74,7 @@ class Vectorized(Engine):
     """Clients of like shapes, batched; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorized"
+    has_cohorts: ClassVar[bool] = True
     cohort_trainer: ClassVar[type[CohortTrainer]] = CohortTrainer
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
     _memory: PassMemory = field(init=False, repr=False)
@@ -93,6 +95,39 @@ class Vectorized(Engine):
         self._title = method.title
         for first in range(0, len(jobs), COHORT):
             yield from self._run_block(method, federation, task, round, jobs[first : first + COHORT])
+
+    def map_clients(
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        round: int,
+        clients: Sequence[tuple[ClientInfo, Any]],
+        alone: Callable[[int, Trainer], T],
+        together: Callable[[Cohort], list[T]],
+    ) -> list[T]:
+        """See the base class: clients of one architecture whose trees have one form are a cohort."""
+        self._title = method.title
+        groups: dict[Any, list[tuple[int, LocalTrainer]]] = {}
+        for place, (info, value) in enumerate(clients):
+            local = self.trainer(method, federation, round, info)
+            groups.setdefault((info.architecture, tree.form(value)), []).append((place, local))
+        found: list[T] = []
+        for members in groups.values():
+            members.sort(key=lambda m: -len(m[1].data.examples))
+            if len(members) == 1 or not all(m.is_standard for m in members[0][1].models):
+                found += [alone(*member) for member in members]
+                continue
+            trainer = self.cohort_trainer([local for _, local in members], self._memory)
+
+            def call(some: Sequence[tuple[int, LocalTrainer]], trainer: CohortTrainer) -> list[T]:
+                places = [place for place, _ in some]
+                infos = [clients[k][0] for k in places]
+                value = tree.canonical(stack_clients([clients[k][1] for k in places]))
+                key = CohortKey([client_key(federation, i.id, round) for i in infos])
+                return together(Cohort(places, value, CohortInfo(infos), key, trainer))
+
+            found += divide(members, call, lambda member, own: alone(member[0], own), trainer, self._log)
+        return found
 
     def _run_block(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
@@ -122,41 +157,12 @@ class Vectorized(Engine):
         if len(members) == 1 or known is False or stands_alone:
             return [alone(member) for member in members]
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
-        found = self._divide(members, trainer, update, alone)
+        found = divide(members, update, alone, trainer, self._log)
         if known is None:
             self._is_equal[kind] = self._check(members[-1], dict(found), alone)
             if not self._is_equal[kind]:
                 return [alone(_fresh(member)) for member in members]
         return found
-
-    def _divide(self, members: list[_Member], trainer: CohortTrainer, update: Any, alone: Any) -> Found:
-        """``update`` of all clients, or of parts of them wherever control flow needs one answer, or one by one."""
-        parts: dict[str, list[int]] = {}
-        try:
-            with without_rows():
-                found: Found = update(members, trainer)
-            return found
-        except DifferingError as differs:
-            for k, value in enumerate(differs.values):
-                parts.setdefault(repr(value), []).append(k)
-        except UnsupportedError as reason:
-            self._log(f"{self._title} goes on with one client after another: {reason}")
-        except Exception as error:  # noqa: BLE001 - a client alone raises the method's own error, if it is one
-            name = type(error).__name__
-            self._log(f"{self._title} goes on with one client after another: {name}: {error}")
-        if 1 < len(parts) <= max(8, len(members) // 8) and len(parts) < len(members):
-            groups = [([members[k] for k in places], trainer.part(places)) for places in parts.values()]
-            return [pair for some, own in groups for pair in self._divide(some, own, update, alone)]
-        columns = [split_clients((a.value, a.kept), len(members)) for a in trainer.answers]
-        return [
-            alone(
-                member,
-                trainer.alone(
-                    k, [type(a)(*column[k]) for a, column in zip(trainer.answers, columns, strict=True)]
-                ),
-            )
-            for k, member in enumerate(members)
-        ]
 
     def _update(
         self,
@@ -178,16 +184,20 @@ class Vectorized(Engine):
         view = ClientView(info, task, task.model(infos[0]), round, key, keeping)
         state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
         state, upload = tree.canonical(keeping.collect(state)), tree.canonical(upload)
-        pairs = split_clients((state, upload), len(members))
+        states, kind = (
+            split_clients(state, len(members)),
+            (method.title, infos[0].architecture, tree.form(upload)),
+        )
+        uploads = CohortUploads(upload, len(members), kind, self._memory)
         return [
-            (m.place, self._result(m, *pair, trainer.errors.get(k)))
-            for k, (m, pair) in enumerate(zip(members, pairs, strict=True))
+            (
+                m.place,
+                ClientResult(None, None, Meter(), trainer.errors[k][1], cohort=uploads, place=k)
+                if k in trainer.errors
+                else ClientResult(states[k], uploads.row(k), m.local.meter, cohort=uploads, place=k),
+            )
+            for k, m in enumerate(members)
         ]
-
-    def _result(self, member: _Member, state: Any, upload: Any, error: Any) -> ClientResult:
-        if error is not None:
-            return ClientResult(None, None, Meter(), error[1])
-        return ClientResult(state, upload, member.local.meter)
 
     def _alone(
         self,
@@ -212,22 +222,22 @@ class Vectorized(Engine):
         expected, got = alone(_fresh(member))[1], found[member.place]
         if expected.error is not None or got.error is not None:
             return (expected.error is None) == (got.error is None)
-        same = _is_close((got.state, got.upload), (expected.state, expected.upload))
+        same = is_close((got.state, got.upload), (expected.state, expected.upload))
         if not same:
             self._log(
-                f"{self._title} gives another state or upload for many clients at once than for one alone, so it runs "
+                "gives another state or upload for many clients at once than for one alone, so it runs "
                 "one client after another"
             )
         return same
 
     def _log_pass(self, name: str, reason: object) -> None:
         """Say once why the clients of a pass are not batched."""
-        self._log(f"{self._title} trains one client after another in {name!r}: {reason}")
+        self._log(f"trains one client after another in {name!r}: {reason}")
 
     def _log(self, message: str) -> None:
         if message not in self._logged:
             self._logged.add(message)
-            logger.info("engine vectorized: %s", message)
+            logger.info("engine vectorized: %s %s", self._title, message)
 
 
 def _fresh(member: _Member) -> _Member:
@@ -235,19 +245,3 @@ def _fresh(member: _Member) -> _Member:
     old = member.local
     local = LocalTrainer(old.model, old.models, old.data, old.round, old.ledger, old.micro_batch)
     return _Member(member.place, member.job, local)
-
-
-def _is_close(found: Any, expected: Any) -> bool:
-    """Whether trees are equal up to the rounding of a pass."""
-    if tree.form(found) != tree.form(expected):
-        return False
-    pairs = zip(tree.tensors(found), tree.tensors(expected), strict=True)
-    return all(_is_near(a, b) for a, b in pairs)
-
-
-def _is_near(a: Tensor, b: Tensor) -> bool:
-    if not a.numel() or not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    wide = tree.wide_type(a.dtype)
-    bound = max(1e-3, 30 * torch.finfo(a.dtype).eps) * float(b.to(wide).abs().max()) + 1e-5
-    return float((a.to(wide) - b.to(wide)).abs().max()) <= bound

@@ -87,7 +87,7 @@ class IFCA(Method[Params, None, Params, Upload]):
     def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
         """The trained model, in the mean of the cluster that the client chose."""
         examples = client.examples if self.weighting == "examples" else 1.0
-        return by_cluster(upload.model, [s * examples for s in bounded_shares(upload.choice).tolist()])
+        return by_cluster(upload.model, bounded_shares(upload.choice).double() * examples)
 
     def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """The mean of the members of each cluster."""

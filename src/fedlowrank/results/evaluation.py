@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..core.contract.method import AnyMethod, ClientInfo, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task, Trainer
 from ..core.errors import naming
 from ..core.key import generator_states
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import ClientData
 from ..data.federation import Federation
 from ..engines.engine import Engine
+from ..training.cohorts.closeness import is_close
+from ..training.cohorts.cohort_view import Cohort
+from ..training.kept_optimizers import split_optimizers
+from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
+from .cohort_evaluation import CohortModels
 from .local_model import LocalModel, local_model
 from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
-from .scoring import Scores, ScoringPool, concatenate, measure, measure_each, pool_of
+from .scoring import Scores, ScoringPool, all_scores, concatenate, measure, measure_each, pool_of
 
 Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
 """Models, each with the clients that use it."""
@@ -69,6 +76,7 @@ class Evaluator:
         self._pools: dict[tuple[int, ...], ScoringPool] = {}
         self._former_pools: dict[tuple[int, ...], ScoringPool] = {}
         self._is_separable: dict[str, bool] = {}
+        self._cohort_is_equal: dict[str, bool] = {}
         self._not_finite: set[int] = set()
 
     def evaluate(
@@ -87,13 +95,22 @@ class Evaluator:
             clients: whom to evaluate; None for all.
         """
 
-        def model_of(info: ClientInfo) -> LocalModel:
-            state = state_of(info)
+        def model_of(info: ClientInfo, verbs: Trainer | None = None) -> LocalModel:
             return local_model(
-                self.method, self.federation, self.task, self.engine, state, info, round, server=server
+                self.method,
+                self.federation,
+                self.task,
+                self.engine,
+                state_of(info),
+                info,
+                round,
+                server=server,
+                verbs=verbs,
             )
 
         def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
+            if self.engine.has_cohorts and not self._is_global:
+                return Block.join(self._evaluate_cohorts(block, server, state_of, round, model_of)).as_json()
             return self._evaluate_block(block, model_of).as_json()
 
         blocks = self._blocks(self.federation.infos if clients is None else clients)
@@ -137,13 +154,76 @@ class Evaluator:
             examples += self._examples[info.id]
         return blocks
 
+    @property
+    def _is_global(self) -> bool:
+        """Whether all clients use the server's own model as it is."""
+        own = self.task.architectures.values()
+        return self.method.one_model and not any(model.buffers or model.couples for model in own)
+
+    def _evaluate_cohorts(
+        self,
+        infos: Sequence[ClientInfo],
+        server: Any,
+        state_of: Callable[[ClientInfo], Any],
+        round: int,
+        model_of: Callable[..., LocalModel],
+    ) -> list[Block]:
+        """Evaluate clients of one form by one call of the method, and others one by one."""
+
+        def alone(place: int, trainer: Trainer) -> Block:
+            return self._evaluate_block([infos[place]], lambda info: model_of(info, trainer))
+
+        def together(cohort: Cohort) -> list[Block]:
+            some = [infos[k] for k in cohort.places]
+            kind = some[0].architecture
+            pool = self._pool([info.id for info in some])
+            model = self.task.model(some[0])
+            if pool is None or model.couples or model.has_hooks or self._cohort_is_equal.get(kind) is False:
+                raise UnsupportedError("models that are evaluated client by client")
+            models = CohortModels(self.method, self.task, server, round, some, cohort, pool)
+            with torch.inference_mode():
+                scores = models.score(len(SPLITS), self.metrics)
+                if kind not in self._cohort_is_equal:
+                    self._cohort_is_equal[kind] = self._is_as_alone(some, scores, model_of)
+                    if not self._cohort_is_equal[kind]:
+                        raise UnsupportedError("scores that are others for one client alone")
+            return [
+                _block_of(
+                    [i.id for i in some], {name: of for name, (_, of) in scores.items()}, models.sizes()
+                )
+            ]
+
+        clients = [
+            (info, (split_optimizers(state_of(info))[0], self.method.download(server, info)))
+            for info in infos
+        ]
+        return self.engine.map_clients(self.method, self.federation, round, clients, alone, together)
+
+    def _is_as_alone(
+        self,
+        infos: Sequence[ClientInfo],
+        scores: Mapping[str, tuple[Tensor, Scores]],
+        model_of: Callable[..., LocalModel],
+    ) -> bool:
+        """Whether the scores of the last client that has examples are those that it gives alone."""
+        ends = list(itertools.accumulate(self._examples[i.id] for i in infos))
+        place = max((k for k, i in enumerate(infos) if self._examples[i.id]), default=0)
+        own = slice(ends[place] - self._examples[infos[place].id], ends[place])
+        data = self.federation.clients[infos[place].id]
+        pool = ScoringPool([getattr(data, split) for split in SPLITS], loss=self.federation.loss)
+        if own.start == own.stop:
+            return True
+        predictors = model_of(infos[place]).predictors
+        return predictors.keys() == scores.keys() and all(
+            is_close(scores[name][0][own], all_scores(predict, pool)) for name, predict in predictors.items()
+        )
+
     def _evaluate_block(
         self, infos: Sequence[ClientInfo], model_of: Callable[[ClientInfo], LocalModel]
     ) -> Block:
         groups: dict[Any, list[int]] = {}
         models: dict[Any, LocalModel] = {}
-        own = self.task.architectures.values()
-        is_global = self.method.one_model and not any(model.buffers or model.couples for model in own)
+        is_global = self._is_global
         for place, info in enumerate(infos):
             # the server's own model needs no look at every client
             shared: Any = info.architecture if is_global else None
@@ -265,6 +345,24 @@ def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -
 
 def _block(models: Models, scores: Mapping[str, Scores]) -> Block:
     """What was measured of clients, given the scores of each series on the splits of one client after another."""
+    sizes = [
+        ({series: model.count_parameters(series) for series in scores}, model.routes or [])
+        for model, infos in models
+        for _ in infos
+    ]
+    return _block_of([info.id for _, infos in models for info in infos], scores, sizes)
+
+
+def _block_of(
+    clients: list[int], scores: Mapping[str, Scores], sizes: Sequence[tuple[Mapping[str, int], list[float]]]
+) -> Block:
+    """What was measured of clients.
+
+    Args:
+        clients: their identifiers.
+        scores: of each series on the splits of one client after another.
+        sizes: of each client the parameter count of every series, and its shares of clusters.
+    """
     tables: dict[str, dict[str, list[float | None]]] = {
         ACCURACY: {series: of.accuracy for series, of in scores.items()},
         LOSS: {series: [_shorten(v) for v in of.risk] for series, of in scores.items()},
@@ -277,17 +375,13 @@ def _block(models: Models, scores: Mapping[str, Scores]) -> Block:
         for series, values in of.items()
         for k, split in enumerate(SPLITS)
     ]
-    clients = [(model, info.id) for model, infos in models for info in infos]
-    columns += [
-        Column(PARAMETERS, series, "", [model.count_parameters(series) for model, _ in clients])
-        for series in scores
-    ]
-    routes = [model.routes or [] for model, _ in clients]
+    columns += [Column(PARAMETERS, series, "", [counts[series] for counts, _ in sizes]) for series in scores]
+    routes = [shares for _, shares in sizes]
     columns += [
         Column(ROUTE, str(cluster), "", [of[cluster] if cluster < len(of) else None for of in routes])
         for cluster in range(max(map(len, routes)))
     ]
-    return Block([i for _, i in clients], columns)
+    return Block(clients, columns)
 
 
 def _shorten(value: float | None) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from ..core import tree
 from ..core.contract.client_model import ClientModel, Parts, Predictor
 from ..core.contract.hook_results import check_client_model
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.contract.model import Model
 from ..core.key import Key
 from ..core.tree import Params
@@ -101,6 +101,7 @@ def local_model(
     *,
     server: Any = None,
     down: Any = None,
+    verbs: Trainer | None = None,
 ) -> LocalModel:
     """The model that a client would use now.
 
@@ -115,12 +116,13 @@ def local_model(
         round: counted from 0.
         server: state of the server, where it is known here.
         down: what the client was sent, where the server is elsewhere.
+        verbs: executes what the method asks of the client's data; None for the engine's way.
     """
     trainer = engine.trainer(method, federation, round, info)
     known = server is not None or down is None
     state, task = install_buffers(task, split_optimizers(state)[0])
     model = task.model(info).with_local_statistics(trainer.inputs, trainer.whose)
-    view = ClientView(info, task, model, round, trainer.data.key, trainer)
+    view = ClientView(info, task, model, round, trainer.data.key, verbs or trainer)
     with torch.inference_mode(False):
         message = tree.canonical(method.download(server, info)) if known else down
         made = check_client_model(method, method.client_model(state, message, view))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,20 @@ def measure_each(
         pool: the sets.
         metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
     """
+    scored = ((predict(batch.x), batch.y) for predict, batch in _batches(predictors, pool))
+    return measure_scores(scored, pool, metrics)
+
+
+def measure_scores(
+    scored: Iterable[tuple[Tensor, Tensor]], pool: ScoringPool, metrics: Mapping[str, Metric] | None = None
+) -> Scores:
+    """Accuracy and mean loss of scores on each set of a pool.
+
+    Args:
+        scored: scores and labels of the examples of all sets, one after another, in parts of any size.
+        pool: the sets.
+        metrics: further ones by name; with any, the scores of the whole pool are kept in memory.
+    """
     if not pool.passes:
         nothing: list[float | None] = [None] * len(pool.lengths)
         return Scores(nothing, nothing, dict.fromkeys(metrics or (), nothing))
@@ -123,15 +137,15 @@ def measure_each(
     count = 0
 
     def settle() -> None:
-        joined, targets = torch.cat(scores), torch.cat(labels)
-        tables.append(_table(joined, Batch(None, targets, loss=pool.loss)))
+        joined, wanted = torch.cat(scores), torch.cat(labels)
+        tables.append(_table(joined, Batch(None, wanted, loss=pool.loss)))
         if metrics:
-            kept.append(labeled_entries(joined, targets, pool.loss))
+            kept.append(labeled_entries(joined, wanted, pool.loss))
 
-    for predict, batch in _batches(predictors, pool):
-        scores.append(predict(batch.x))
-        labels.append(batch.y)
-        count += len(batch)
+    for part, targets in scored:
+        scores.append(part)
+        labels.append(targets)
+        count += len(targets)
         # texts are as wide as their batch, and scores of pixels are many
         if count >= AT_ONCE or scores[-1].ndim > 2:
             settle()

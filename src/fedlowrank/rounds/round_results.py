@@ -14,6 +14,7 @@ from ..core.contract.contribution import Aggregator
 from ..core.contract.method import ClientInfo
 from ..engines.engine import ClientResult
 from ..storage.client_store import ClientStore
+from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.trainer import Meter
 from .participation.communication import Volume
 from .participation.devices import RoundTiming
@@ -61,6 +62,9 @@ class Clock:
 
 Contribute = Callable[[ClientInfo, Any], Any]
 """Maps a client's upload to what it contributes."""
+
+ContributeCohort = Callable[[CohortUploads, Mapping[int, ClientInfo]], list[CohortContribution]]
+"""Maps the uploads of a cohort, of the clients at some places in it, to what they contribute."""
 
 
 class RefusedError(Exception):
@@ -113,31 +117,46 @@ class RoundResults:
         self.refused: set[int] = set()
         self.meters: list[Meter] = []
         self._losses_of: dict[int, float] = {}
+        self._cohorts: dict[CohortUploads, tuple[list[int], dict[int, ClientInfo]]] = {}
         self.arrived: set[int] = set()
 
-    def add(self, info: ClientInfo, result: ClientResult, contribute: Contribute) -> None:
+    def add(
+        self,
+        info: ClientInfo,
+        result: ClientResult,
+        contribute: Contribute,
+        contribute_cohort: ContributeCohort | None = None,
+    ) -> None:
         """Add the result of the next client.
 
         Args:
             info: the client.
             result: of its work.
             contribute: maps its upload to a contribution.
+            contribute_cohort: maps the uploads of clients that trained as a cohort, once all of them have come; None
+                to take them one by one.
 
         Raises:
             NonFiniteError: if its training diverged, and that is to stop the run.
         """
         self.meters.append(result.meter)
-        self.volume.add(info.id, result.upload)
+        self.volume.add(info.id, result.upload, result.cohort)
         reason = self._reason_lost(info, result)
+        # a rule that needs the contributions one by one has an aggregator of its own
+        is_cohort = (
+            result.cohort is not None and self._uploads is None and type(self.aggregator) is Aggregator
+        )
         if reason is not None and (result.refused or info.id in self.not_finite):
             self.refused.add(info.id)
         if reason is None and result.upload is not None:
             if self._uploads is not None:
                 self._uploads[info.id] = result.upload
-            else:
+            elif not (is_cohort and contribute_cohort is not None):
                 reason = self._contribute(info, result.upload, contribute)
         if reason is not None or result.upload is None:
             self.aggregator.skip(info.id)
+        if is_cohort and contribute_cohort is not None:
+            self._await_cohort(info if reason is None else None, result, contribute_cohort)
         if reason is not None:
             self.lost[str(info.id)] = reason
             return
@@ -155,6 +174,25 @@ class RoundResults:
         except RefusedError as error:
             return str(error)
         return None
+
+    def _await_cohort(
+        self, info: ClientInfo | None, result: ClientResult, contribute: ContributeCohort
+    ) -> None:
+        """Note a client of a cohort, None if its reply is lost; with the last one add what the cohort contributes."""
+        cohort = result.cohort
+        assert cohort is not None, "it trained in a cohort"
+        waiting, places = self._cohorts.setdefault(cohort, ([], {}))
+        waiting.append(result.place)
+        if info is not None:
+            places[result.place] = info
+        if len(waiting) < cohort.clients:
+            return
+        del self._cohorts[cohort]
+        for part in contribute(cohort, places) if places else ():
+            if part.weights is None:
+                self.aggregator.add(part.clients[0], part.value)
+            else:
+                self.aggregator.add_rows(part.clients, part.value, part.weights)
 
     def contribute_together(
         self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]], contribute: Contribute
@@ -210,7 +248,8 @@ class RoundResults:
             if result.diverged:
                 self.not_finite[info.id] = result.lost
             return result.lost
-        where = tree.not_finite(result.upload) if result.error is None else None
+        is_finite = result.cohort is not None and result.cohort.is_finite(result.place)
+        where = tree.not_finite(result.upload) if result.error is None and not is_finite else None
         if result.error is not None or where is not None:
             dropped = f"the reply of {info.title} holds a NaN or an infinity at {where}; it was dropped"
             self.not_finite[info.id] = str(result.error or dropped)

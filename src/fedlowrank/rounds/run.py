@@ -25,6 +25,7 @@ from ..results.measurements import Block
 from ..results.records import RoundRecord
 from ..storage.client_store import ClientStore, LazyMapping
 from ..storage.state import State
+from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.flops import forward_flops
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
@@ -258,7 +259,7 @@ class Run:
                 for info in infos:
                     with clock("train"):
                         result = next(clients)
-                    results.add(info, result, self.contribute)
+                    results.add(info, result, self.contribute, self.contribute_cohort)
                 with clock("train"):
                     # what an engine does after the last client
                     next(clients, None)
@@ -313,6 +314,16 @@ class Run:
             RefusedError: if the server cannot use it; the round goes on without it.
         """
         return self.method.contribution(upload, self.weigh_client(info), self.state.server)
+
+    def contribute_cohort(
+        self, cohort: CohortUploads, places: Mapping[int, ClientInfo]
+    ) -> list[CohortContribution]:
+        """What the uploads of clients contribute that trained as one cohort, see :meth:`contribute`."""
+        return cohort.contributions(
+            list(places),
+            [self.weigh_client(info) for info in places.values()],
+            lambda upload, info: self.method.contribution(upload, info, self.state.server),
+        )
 
     def weigh_client(self, info: ClientInfo) -> ClientInfo:
         """A client with the number of examples by which it counts under the rule and the sampling of the run."""

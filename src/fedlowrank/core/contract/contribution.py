@@ -8,7 +8,7 @@ reduces these trees as replies arrive; :meth:`~fedlowrank.core.contract.method.M
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,11 +26,15 @@ class Mean:
 
     Attributes:
         value: a tree of floating-point tensors.
-        weight: at least 0.
+        weight: a number, at least 0; a tensor of one number becomes a float.
     """
 
     value: Any
-    weight: float = 1.0
+    weight: Any = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.weight) is Tensor:
+            object.__setattr__(self, "weight", float(self.weight))
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,7 @@ class RunningMean(Generic[T]):
         self.count += 1
         self.total += weight
         if self.count == 1:
-            self._mean, self._form, self._like = (
-                tree.map_leaves(_wide_copy, value),
-                tree.form(value),
-                _empty(value),
-            )
+            self._begin(value)
         mine, new = tree.tensors(self._mean), tree.tensors(value)
         if tree.form(value) != self._form:
             # keys may come in another order; if structures differ, this says where
@@ -102,6 +102,48 @@ class RunningMean(Generic[T]):
                 raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
         if weight and mine and self.count > 1:
             torch._foreach_lerp_(mine, tree.widen(new), weight / self.total)
+
+    def add_rows(self, rows: T, weights: Sequence[float]) -> None:
+        """Add K trees whose tensors are stacked ``[K, ...]``, by one operation a tensor.
+
+        Raises:
+            TreeError: as :meth:`add`.
+        """
+        if not all(w >= 0 for w in weights):
+            raise tree.TreeError(f"a weight of a mean is at least 0; these are {list(weights)}")
+        used = [k for k, w in enumerate(weights) if w > 0]
+        if not used:
+            return
+        share = torch.tensor([weights[k] for k in used], dtype=torch.float64)
+        total = float(share.sum())
+        share /= total
+
+        def mean_of(like: Tensor, t: Tensor) -> Tensor:
+            if (like.shape, like.dtype) != (t.shape[1:], t.dtype):
+                raise tree.TreeError("a mean needs trees whose tensors have the same shapes and types")
+            wide = t if len(used) == len(t) else t[torch.tensor(used, device=t.device)]
+            wide = wide.to(tree.wide_type(t.dtype))
+            # relative to the first, so that equal tensors have themselves as mean
+            mean: Tensor = wide[0] + torch.tensordot(share.to(wide), wide - wide[0], 1)
+            return mean
+
+        if self._form is None:
+            first = tree.map_leaves(lambda t: t[0], rows)
+            self._form, self._like = tree.form(first), _empty(first)
+        self.count += len(used)
+        self.total += total
+        means = tree.map_leaves(mean_of, self._like, rows)
+        if self._mean is None:
+            self._mean = means
+        elif mine := tree.tensors(self._mean):
+            torch._foreach_lerp_(mine, tree.tensors(means), total / self.total)
+
+    def _begin(self, value: T) -> None:
+        self._mean, self._form, self._like = (
+            tree.map_leaves(_wide_copy, value),
+            tree.form(value),
+            _empty(value),
+        )
 
     @property
     def value(self) -> T:
@@ -159,6 +201,7 @@ class Aggregator:
     def __init__(self, clients: Sequence[int]) -> None:
         self.contributed: list[int] = []
         self.reason = ""
+        self._places = {client: place for place, client in enumerate(clients)}
         self._waiting = list(reversed(clients))
         self._early: dict[int, Any] = {}
         self._totals: dict[str, Any] = {}
@@ -179,6 +222,36 @@ class Aggregator:
         self._early[client] = _SKIPPED
         self._reduce()
 
+    def add_rows(
+        self, clients: Sequence[int], contribution: Any, weights: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Add the contributions of several clients, whose tensors are stacked ``[K, ...]``, at once.
+
+        They are added now, and not in the order of the round.
+
+        Args:
+            clients: whose they are.
+            contribution: with the values of all of them; of :class:`Each` a list of K values.
+            weights: of each client, by the path of a :class:`Mean`, whose own weight is not read.
+
+        Raises:
+            TreeError: if it does not have the structure of those before.
+        """
+        self._check_structure(clients[0], contribution)
+        for path, leaf in contribution_leaves(contribution):
+            if isinstance(leaf, Mean):
+                self._totals.setdefault(path, RunningMean()).add_rows(leaf.value, weights[path])
+            elif isinstance(leaf, Sum):
+                if path not in self._totals:
+                    self._forms[path] = _empty(tree.map_leaves(lambda t: t[0], leaf.value))
+                self._sum(path, tree.map_leaves(lambda t: t.sum(0), tree.widen(leaf.value)))
+            else:
+                self._totals.setdefault(path, {}).update(zip(clients, leaf.value, strict=True))
+        self.contributed += clients
+        added = set(clients)
+        self._waiting = [client for client in self._waiting if client not in added]
+        self._reduce()
+
     def finish(self) -> Any:
         """The total: the tree of contributions with every leaf reduced, or None without contributions.
 
@@ -187,6 +260,7 @@ class Aggregator:
         """
         if missing := sorted(set(self._waiting) - self._early.keys()):
             raise ValueError(f"the round is not over: clients {missing} neither replied nor were skipped")
+        self.contributed.sort(key=self._places.__getitem__)
         return None if self._structure is None else map_contributions(self._value, self._structure)
 
     def _reduce(self) -> None:
@@ -195,16 +269,19 @@ class Aggregator:
             contribution = self._early.pop(client)
             if contribution is _SKIPPED:
                 continue
-            kinds = map_contributions(lambda _, leaf: type(leaf), contribution)
-            if self._structure is None:
-                self._structure = kinds
-            elif self._structure != kinds:
-                raise tree.TreeError(
-                    f"the contribution of client {client} has the form {kinds}, not {self._structure}"
-                )
+            self._check_structure(client, contribution)
             for path, leaf in contribution_leaves(contribution):
                 self._add(path, leaf, client)
             self.contributed.append(client)
+
+    def _check_structure(self, client: int, contribution: Any) -> None:
+        kinds = map_contributions(lambda _, leaf: type(leaf), contribution)
+        if self._structure is None:
+            self._structure = kinds
+        elif self._structure != kinds:
+            raise tree.TreeError(
+                f"the contribution of client {client} has the form {kinds}, not {self._structure}"
+            )
 
     def _add(self, path: str, leaf: Mean | Sum | Each, client: int) -> None:
         if isinstance(leaf, Mean):
@@ -212,14 +289,16 @@ class Aggregator:
             if leaf.weight != 0:
                 self._totals[path].add(leaf.value, leaf.weight)
         elif isinstance(leaf, Sum):
-            known = self._totals.get(path)
-            # of half precision in float32, rounded once at the end
-            wide = tree.widen(leaf.value)
-            if known is None:
+            if path not in self._totals:
                 self._forms[path] = _empty(leaf.value)
-            self._totals[path] = wide if known is None else tree.map_leaves(torch.add, known, wide)
+            # of half precision in float32, rounded once at the end
+            self._sum(path, tree.widen(leaf.value))
         else:
             self._totals.setdefault(path, {})[client] = leaf.value
+
+    def _sum(self, path: str, wide: Any) -> None:
+        known = self._totals.get(path)
+        self._totals[path] = wide if known is None else tree.map_leaves(torch.add, known, wide)
 
     def _value(self, path: str, kind: type) -> Any:
         total = self._totals[path]

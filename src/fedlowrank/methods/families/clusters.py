@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -132,10 +132,10 @@ def routes_of(title: str, router: Router, client: ClientInfo, pi: Tensor, count:
     return pi if router.routing == "learned" else known_route(title, client, count)
 
 
-def cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> list[float]:
-    """The weights π^k_c N^k of a client's reply; without π^k, the one-hot of its known cluster."""
+def cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> Tensor:
+    """The weights π^k_c N^k of a client's reply ``[C]``, float64; without π^k, the one-hot of its known cluster."""
     route = known_route(title, client, count) if pi is None else bounded_shares(pi)
-    return [p * client.examples for p in route.tolist()]
+    return route.double() * client.examples
 
 
 def bounded_shares(pi: Tensor) -> Tensor:
@@ -144,13 +144,13 @@ def bounded_shares(pi: Tensor) -> Tensor:
     return shares / shares.sum() if shares.sum() > 1 + 1e-3 else shares
 
 
-def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
+def by_cluster(value: Any, weights: Tensor) -> dict[str, Any]:
     """A contribution to one mean for each cluster.
 
     Args:
         value: a tree of tensors ``[C, ...]``; or ``[1, ...]``, of a client that was sent the one cluster it
             has a weight for.
-        weights: of each cluster ``[C]``.
+        weights: of each cluster ``[C]``, float64.
     """
     count = len(weights)
 
@@ -158,8 +158,8 @@ def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
         return tree.map_leaves(lambda t: t[c : c + 1] if len(t) == count else t, value)
 
     return {
-        "means": [Mean(part(c), w) for c, w in enumerate(weights)],
-        "weights": Sum(torch.tensor(weights, dtype=torch.float64), counts=True),
+        "means": [Mean(part(c), weights[c]) for c in range(count)],
+        "weights": Sum(weights, counts=True),
     }
 
 

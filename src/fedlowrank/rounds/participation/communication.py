@@ -36,17 +36,19 @@ class Volume:
         self._last: tuple[Any, PayloadSize] = None, PayloadSize()
         self._sizes: dict[int, PayloadSize] = {}
 
-    def add(self, client: int, message: Any) -> None:
+    def add(self, client: int, message: Any, kind: Any = None) -> None:
         """Measure a message. The same object again, as where all clients are sent the same, is measured once.
 
         Args:
             client: identifier.
             message: a tree; None is no message and takes nothing.
+            kind: an object that messages of one form share, of which one is measured.
         """
         if message is None:
             return
-        if message is not self._last[0]:
-            self._last = message, PayloadSize(tree.encoded_size(message), tree.numel(message))
+        kind = message if kind is None else kind
+        if kind is not self._last[0]:
+            self._last = kind, PayloadSize(tree.encoded_size(message), tree.numel(message))
         self._sizes[client] = self._last[1]
 
     def of(self, client: int) -> PayloadSize:

@@ -94,9 +94,13 @@ class CohortTrainer:
         errors = {new[k]: found for k, found in self.errors.items() if k in new}
         return type(self)([self._locals[k] for k in places], self._memory, answers, errors)
 
-    def alone(self, place: int, answers: Sequence[VerbAnswer]) -> ReplayTrainer:
-        """The trainer of one client with plain tensors."""
-        return ReplayTrainer(self._locals[place], answers, self.errors.get(place))
+    def singles(self) -> list[ReplayTrainer]:
+        """The trainer of each client with plain tensors."""
+        columns = [split_clients((a.value, a.kept), len(self._locals)) for a in self.answers]
+        return [
+            ReplayTrainer(local, [VerbAnswer(*column[k]) for column in columns], self.errors.get(k))
+            for k, local in enumerate(self._locals)
+        ]
 
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""

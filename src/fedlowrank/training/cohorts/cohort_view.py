@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.contract.method import ClientInfo
+from ...core.contract.method import ClientInfo, Trainer
 from ...core.key import Key
 from ..stacked import UnsupportedError, stack
 from .control_flow import agreed, raw
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Clients of one form, as a function sees them that is called once for all.
+
+    Attributes:
+        places: of the clients among those for whom the function is called.
+        value: the trees of all, stacked.
+        info: of all.
+        key: of all.
+        trainer: the verbs of a view, for all.
+    """
+
+    places: Sequence[int]
+    value: Any
+    info: CohortInfo
+    key: CohortKey
+    trainer: Trainer
 
 
 class CohortInfo:

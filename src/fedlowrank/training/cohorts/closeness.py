@@ -1,0 +1,28 @@
+"""Whether what a cohort gives equals what a client gives alone, up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import tree
+
+
+def is_close(found: Any, expected: Any) -> bool:
+    """Whether trees are equal up to the rounding of a pass; plain numbers up to that of float64."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return abs(found - expected) <= 1e-9 * abs(expected) or found == expected
+    if tree.form(found) != tree.form(expected):
+        return False
+    pairs = zip(tree.tensors(found), tree.tensors(expected), strict=True)
+    return all(_is_near(a, b) for a, b in pairs)
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    wide = tree.wide_type(a.dtype)
+    bound = max(1e-3, 30 * torch.finfo(a.dtype).eps) * float(b.to(wide).abs().max()) + 1e-5
+    return float((a.to(wide) - b.to(wide)).abs().max()) <= bound

@@ -1,0 +1,140 @@
+"""A method's functions are called once for a cohort: in training, for what replies contribute, and in evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlowrank.core.contract.client_model import ClientModel
+from fedlowrank.core.contract.contribution import Mean
+from fedlowrank.core.contract.method import ClientInfo, ClientView
+from fedlowrank.core.tree import Params
+from fedlowrank.engines import ENGINES
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.methods import METHODS
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.testing.check import small_federation
+
+from .counting import Counting
+
+torch.set_num_threads(1)
+
+CALLS: Counter[str] = Counter()
+
+
+def run_of(method: Any, engine: Any, rounds: int = 3, **settings: Any) -> tuple[Run, list[Any]]:
+    run = Run(method, small_federation(False), RunSettings(rounds=rounds, **settings), engine)
+    return run, [run.step() for _ in range(rounds)]
+
+
+@dataclass(frozen=True)
+class Counted(METHODS["ditto"]):  # type: ignore[misc]
+    """Ditto that counts its calls; counting changes no result."""
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Params]:
+        CALLS["local_update"] += 1
+        found: tuple[Any, Params] = super().local_update(state, down, view)
+        return found
+
+    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Any:
+        CALLS["contribution"] += 1
+        return super().contribution(upload, client, server)
+
+    def client_model(self, state: Any, down: Params, view: ClientView) -> ClientModel:
+        CALLS["client_model"] += 1
+        found: ClientModel = super().client_model(state, down, view)
+        return found
+
+
+def test_functions_are_called_once_a_round_and_give_what_each_client_gives_alone() -> None:
+    one, expected = run_of(Counted(), ENGINES["sequential"]())
+    assert CALLS["contribution"] == 3 * 5
+    calls = []
+    engine = Vectorized()
+    run = Run(Counted(), small_federation(False), RunSettings(rounds=3), engine)
+    found = []
+    for _ in range(3):
+        CALLS.clear()
+        found.append(run.step())
+        calls.append(dict(CALLS))
+    # the first time one client is called alone, too
+    assert calls[1] == calls[2] == {"local_update": 1, "contribution": 1, "client_model": 1}
+    assert calls[0] == {"local_update": 2, "contribution": 2, "client_model": 2}
+    torch.testing.assert_close(run.state.server, one.state.server, rtol=1e-4, atol=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.bytes_up, a.bytes_down, a.steps, a.flops) == (b.bytes_up, b.bytes_down, b.steps, b.flops)
+        for split in ("val", "test"):
+            for series in ("personal", "global"):
+                assert a.values("accuracy", split, series) == b.values("accuracy", split, series)
+
+
+@dataclass(frozen=True)
+class ByNumber(METHODS["fedavg"]):  # type: ignore[misc]
+    """FedAvg whose weights depend on a number of the upload, which control flow reads."""
+
+    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Mean:
+        return Mean(upload, client.examples if upload["head.bias"][0] > 0 else 2 * client.examples)
+
+
+@dataclass(frozen=True)
+class WithoutRule(METHODS["fedavg"]):  # type: ignore[misc]
+    """FedAvg with an operation in its contribution that has no rule."""
+
+    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Mean:
+        return Mean({n: torch.logcumsumexp(t, 0) for n, t in upload.items()}, client.examples)
+
+
+@dataclass(frozen=True)
+class Another(METHODS["fedavg"]):  # type: ignore[misc]
+    """FedAvg that gives something else for stacked tensors, as a wrong rule would."""
+
+    def contribution(self, upload: Params, client: ClientInfo, server: Any) -> Mean:
+        return Mean({n: t if type(t) is Tensor else 2 * t for n, t in upload.items()}, client.examples)
+
+
+@pytest.mark.parametrize("method", [ByNumber(), WithoutRule(), Another()], ids=lambda m: type(m).__name__)
+def test_contributions_that_differ_or_have_no_rule(method: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Counting()
+    with caplog.at_level(logging.INFO, "fedlowrank.engines"):
+        (one, _), (other, _) = run_of(method, ENGINES["sequential"]()), run_of(method, engine)
+    torch.testing.assert_close(other.state.server, one.state.server, rtol=1e-4, atol=1e-6)
+    # training is batched all the same
+    assert engine.sizes == [5, 5, 5]
+    assert ("logcumsumexp has no rule" in caplog.text) == isinstance(method, WithoutRule)
+
+
+def test_a_lost_reply_of_a_cohort_does_not_count() -> None:
+    settings = {"lost_replies": 0.4, "rounds": 4}
+    (one, expected), (other, found) = (
+        run_of(METHODS["scaffold"](), engine(), **settings) for engine in (ENGINES["sequential"], Vectorized)
+    )
+    assert any(r.lost for r in found)
+    assert [r.lost for r in found] == [r.lost for r in expected]
+    torch.testing.assert_close(other.state.server.model, one.state.server.model, rtol=1e-4, atol=1e-6)
+
+
+def test_routers_of_newcomers_are_learnt_at_once() -> None:
+    """Clients that never trained learn a router before they are evaluated."""
+    method = METHODS["floral"](rank=2, clusters=2)
+    engine = Counting()
+    (_, expected), (_, found) = (
+        run_of(method, e, rounds=2, participation=0.2) for e in (ENGINES["sequential"](), engine)
+    )
+    # one client a round trains alone; in each evaluation the routers of the others are trained as one cohort
+    assert engine.sizes == [4, 3]
+    for a, b in zip(found, expected, strict=True):
+        assert a.measured is not None
+        assert b.measured is not None
+        names = [(c.name, c.series, c.split) for c in a.measured.columns]
+        assert names == [(c.name, c.series, c.split) for c in b.measured.columns]
+        for name, series, split in names:
+            mine, theirs = a.values(name, split, series), b.values(name, split, series)
+            assert len(mine) == 5
+            assert mine == [v if v is None else pytest.approx(v, rel=1e-4, abs=1e-4) for v in theirs]
