@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from fedlowrank import Federation
 from fedlowrank.core.contract.client_model import ClientModel
 from fedlowrank.core.contract.contribution import Mean
 from fedlowrank.core.contract.method import ClientInfo, ClientView
@@ -138,3 +141,42 @@ def test_routers_of_newcomers_are_learnt_at_once() -> None:
             mine, theirs = a.values(name, split, series), b.values(name, split, series)
             assert len(mine) == 5
             assert mine == [v if v is None else pytest.approx(v, rel=1e-4, abs=1e-4) for v in theirs]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on real numbers; what is drawn and counted of each client's order is whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        used = [t for t in tree_leaves((args, found)) if isinstance(t, Tensor)]
+        self.count += any(t.is_floating_point() for t in used)
+        return found
+
+
+def operations(method: Any, clients: int) -> int:
+    """Of a round, and of an evaluation, when all kinds of cohorts have been seen."""
+    g = torch.Generator().manual_seed(0)
+    data = [(torch.randn(20, 8, generator=g), torch.arange(20) % 3) for _ in range(clients)]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    run = Run(method, Federation.from_arrays(data, model), RunSettings(rounds=4), Vectorized())
+    for _ in range(2):
+        run.step()
+    with Operations() as seen:
+        run.step()
+    return seen.count
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedadam"])
+def test_the_operations_of_a_round_do_not_depend_on_the_number_of_clients(name: str) -> None:
+    assert operations(METHODS[name](), 10) == operations(METHODS[name](), 40)
+
+
+@pytest.mark.parametrize(("name", "each"), [("scaffold", 4), ("floral", 5)])
+def test_of_each_client_only_its_state_is_copied(name: str, each: int) -> None:
+    """A copy of each tensor of a client's state, which leaves the memory of the cohort's tensors."""
+    method = METHODS[name](**({"rank": 2, "clusters": 2} if name == "floral" else {}))
+    assert operations(method, 40) - operations(method, 10) <= 30 * each

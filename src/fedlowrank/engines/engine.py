@@ -12,6 +12,7 @@ from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.errors import NonFiniteError
 from ..core.key import Key
+from ..data.dataset import Examples
 from ..data.federation import Federation
 from ..models.statistics.client_buffers import collect_buffers, install_buffers
 from ..training.cohorts.cohort_uploads import CohortUploads
@@ -128,6 +129,10 @@ class Engine(ABC):
         del method, federation, clients, earlier
         return ""
 
+    def training_examples(self, federation: Federation, client: int) -> Examples:
+        """The training examples of a client."""
+        return federation.clients[client].train
+
     def boundary(self, value: Any) -> Any:
         """A value that crosses between server and client, or is stored, as the other side sees it."""
         return tree.canonical(value)
@@ -158,7 +163,8 @@ class Engine(ABC):
         own = federation.clients[client.id]
         passes, by_length = method.local_passes(), federation.by_length
         augment, turns, loss = federation.augment, own.quarter_turns, federation.loss
-        data = LocalData(client, own.train, passes, key, augment, turns, by_length, loss)
+        examples = self.training_examples(federation, client.id)
+        data = LocalData(client, examples, passes, key, augment, turns, by_length, loss)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
         return LocalTrainer(mine, others, data, round, self.ledger, self.micro_batch)

@@ -28,6 +28,7 @@ from ..core import tree
 from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.errors import NonFiniteError
+from ..data.dataset import Examples
 from ..data.federation import Federation
 from ..training.cohorts.closeness import is_close
 from ..training.cohorts.cohort_trainer import CohortTrainer, PassMemory
@@ -35,6 +36,7 @@ from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
 from ..training.cohorts.control_flow import split_clients, stack_clients
 from ..training.cohorts.division import divide
+from ..training.cohorts.pooled_examples import pool_examples
 from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.trainer import LocalTrainer, Meter
@@ -83,10 +85,17 @@ class Vectorized(Engine):
     def __post_init__(self) -> None:
         self._title = ""
         self._memory = PassMemory(BufferPool(), {}, self._log_pass)
+        self._pooled: tuple[Federation, list[Examples]] | None = None
 
     def close(self) -> None:
         """See the base class: memory of batches."""
-        self._memory.pool = BufferPool()
+        self._memory.pool, self._pooled = BufferPool(), None
+
+    def training_examples(self, federation: Federation, client: int) -> Examples:
+        """See the base class: those of all clients lie in one tensor where they are few."""
+        if self._pooled is None or self._pooled[0] is not federation:
+            self._pooled = federation, pool_examples([own.train for own in federation.clients])
+        return self._pooled[1][client]
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.contract.download_cache import Downloads
 from ..core.contract.method import AnyMethod, ClientInfo, Task, Trainer
 from ..core.errors import naming
 from ..core.key import generator_states
@@ -193,10 +194,8 @@ class Evaluator:
                 )
             ]
 
-        clients = [
-            (info, (split_optimizers(state_of(info))[0], self.method.download(server, info)))
-            for info in infos
-        ]
+        downloads = Downloads(self.method, server)
+        clients = [(info, (split_optimizers(state_of(info))[0], downloads.to(info))) for info in infos]
         return self.engine.map_clients(self.method, self.federation, round, clients, alone, together)
 
     def _is_as_alone(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ..core import tree
 from ..core.contract.contribution import Aggregator
+from ..core.contract.download_cache import Downloads
 from ..core.contract.hook_results import check_server_state
 from ..core.contract.method import ClientInfo, Method, ServerView
 from ..core.errors import ConfigError
@@ -234,10 +235,10 @@ class Run:
             infos = self.participants(t)
             if self.budget is not None:
                 self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
-            sent = Volume()
+            sent, downloads = Volume(), Downloads(self.method, self.state.server)
 
             def job(info: ClientInfo) -> ClientJob:
-                down = self.method.download(self.state.server, info)
+                down = downloads.to(info)
                 sent.add(info.id, down)
                 return ClientJob(self.state_of(info), down, info)
 

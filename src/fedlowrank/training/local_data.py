@@ -93,7 +93,8 @@ class LocalData:
                     seen = lengths if part is None else lengths[part]
                     batches = length_buckets(seen, sweep.batch_size, generator)
                 else:
-                    batches = list(torch.split(torch.randperm(n, generator=generator), sweep.batch_size))
+                    places, size = torch.randperm(n, generator=generator), sweep.batch_size
+                    batches = [places[a : a + size] for a in range(0, n, size)] if n > size else [places]
                 steps += sweep.complete(batches)
             steps = steps[: sweep.steps]
             self._orders[name] = steps if part is None else [part[i] for i in steps]

@@ -1,0 +1,52 @@
+"""What the server sends to each client, computed once for all clients that it does not tell apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .method import AnyMethod, ClientInfo
+
+_FIELDS = frozenset(f.name for f in dataclasses.fields(ClientInfo))
+
+KEPT = 64
+"""Messages that are kept for further clients."""
+
+
+class _ReadInfo(ClientInfo):
+    """A client's info that notes which of its fields are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """A field or property, noted if it is a field."""
+        if name in _FIELDS:
+            object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
+        return object.__getattribute__(self, name)
+
+
+class Downloads:
+    """The messages of one server state.
+
+    ``download`` is a pure function of the state and of the info of the client. So clients that are equal in the fields that
+    it reads, such as the rank, get one message, the same object.
+
+    Args:
+        method: makes the messages.
+        server: its state.
+    """
+
+    def __init__(self, method: AnyMethod, server: Any) -> None:
+        self._method, self._server = method, server
+        self._known: dict[tuple[str, ...], dict[tuple[Any, ...], Any]] = {}
+
+    def to(self, client: ClientInfo) -> Any:
+        """The message to a client."""
+        for names, messages in self._known.items():
+            if (values := tuple(getattr(client, name) for name in names)) in messages:
+                return messages[values]
+        noting = _ReadInfo(**{name: getattr(client, name) for name in _FIELDS})
+        vars(noting).pop("_read", None)
+        message = self._method.download(self._server, noting)
+        names = tuple(sorted(vars(noting).get("_read", ())))
+        if not {"id", "name"} & set(names) and sum(map(len, self._known.values())) < KEPT:
+            self._known.setdefault(names, {})[tuple(getattr(client, name) for name in names)] = message
+        return message

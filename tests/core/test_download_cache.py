@@ -1,0 +1,56 @@
+"""Clients that a method does not tell apart are sent one message, and others each their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedlowrank.core.contract.download_cache import KEPT, Downloads
+from fedlowrank.core.contract.method import ClientInfo
+from fedlowrank.methods.fedavg import FedAvg
+
+INFOS = [ClientInfo(i, 10 + i, "ab"[i % 2], rank=1 + i % 3, cluster=i % 2, name=f"n{i}") for i in range(12)]
+
+
+def messages(read: Any) -> tuple[list[Any], list[int]]:
+    """What each client is sent by a method that reads some fields, and for which clients it was computed."""
+    calls = []
+
+    class Sender(FedAvg):
+        def download(self, server: Any, client: Any) -> Any:
+            found = (server, read(client))
+            calls.append(found)
+            return found
+
+    downloads = Downloads(Sender(), "server")
+    return [downloads.to(info) for info in INFOS], calls
+
+
+@pytest.mark.parametrize(
+    ("read", "calls"),
+    [
+        (lambda c: None, 1),
+        (lambda c: c.rank, 3),
+        (lambda c: (c.rank, c.cluster), 6),
+        # one field decides whether another one is read
+        (lambda c: (c.rank, c.architecture if c.rank == 1 else ""), 4),
+        (lambda c: c.examples, 12),
+        (lambda c: c.id, 12),
+        (lambda c: c.title, 12),
+        (lambda c: c.title if c.rank == 2 else c.rank, 2 + 4),
+    ],
+    ids=["nothing", "rank", "two", "condition", "examples", "id", "title", "title of some"],
+)
+def test_a_message_is_what_each_client_alone_is_sent(read: Any, calls: int) -> None:
+    found, made = messages(read)
+    assert found == [("server", read(info)) for info in INFOS]
+    assert len(made) == calls
+
+
+def test_messages_that_nobody_shares_are_not_kept() -> None:
+    downloads = Downloads(FedAvg(), "server")
+    downloads._method = type("Any", (), {"download": lambda self, server, client: [client.examples]})()  # type: ignore[assignment]
+    for i in range(2 * KEPT):
+        assert downloads.to(ClientInfo(i, i, "a")) == [i]
+    assert sum(map(len, downloads._known.values())) == KEPT
