@@ -76,7 +76,7 @@ def be_clients(address: str, base: Path, first: int, last: int, kind: str) -> No
     from network_overhead import echo
 
     from fedlowrank.network import flower
-    from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
+    from fedlowrank.network.deploy.node import Connection, Node, PinnedApp, pause_after
 
     torch.set_num_threads(1)
     # what a message was given up for stands in the log
@@ -106,9 +106,12 @@ def be_clients(address: str, base: Path, first: int, last: int, kind: str) -> No
         (folder / "flower").mkdir(parents=True, exist_ok=True)
         with http_request_response(address, True, None, None) as calls:
             node = OpenNode(Connection(*calls), answer, AnyApp("", ""), folder, folder / "flower")  # type: ignore[arg-type]
+            since = time.monotonic()
             while True:
-                if not node.step():
-                    time.sleep(1.0)
+                if node.step():
+                    since = time.monotonic()
+                else:
+                    time.sleep(pause_after(time.monotonic() - since))
 
     threads = [threading.Thread(target=be_client, args=(i,), daemon=True) for i in range(first, last)]
     for thread in threads:

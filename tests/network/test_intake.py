@@ -95,7 +95,9 @@ def test_replies_that_share_pieces_are_read() -> None:
     grid = HttpGrid(token="none")
     grid._client, grid._run = whole, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
-    transport._open = {link.asked: NodeMessage(7, "registration", "{}", b"", 2 << 20) for link in links}
+    transport._open = {
+        link.asked: NodeMessage(7 + k, "registration", "{}", b"", 2 << 20) for k, link in enumerate(links)
+    }
     assert [(d.header, d.too_large) for d in transport.receive()] == [("words", "")] * 5
 
 

@@ -21,7 +21,7 @@ from flwr.supercore.run import Run, RunNotRunningException
 from fedlowrank.network import flower
 from fedlowrank.network.client import ClientRuntime
 from fedlowrank.network.deploy import node as deploy_node
-from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
+from fedlowrank.network.deploy.node import Connection, Node, PinnedApp, pause_after
 from fedlowrank.network.flower import from_records, to_records
 
 from .local import local, small
@@ -182,3 +182,7 @@ def test_the_pinned_app_holds_no_module() -> None:
     assert hashlib.sha256(packed).hexdigest() == found.digest
     with zipfile.ZipFile(io.BytesIO(packed)) as file:
         assert not [n for n in file.namelist() if n.endswith(".py")]
+
+
+def test_a_client_that_waits_long_looks_less_often() -> None:
+    assert [pause_after(idle) for idle in (0.0, 5.0, 20.0, 60.0, 1e6)] == [0.5, 0.5, 1.0, 3.0, 3.0]

@@ -135,6 +135,59 @@ def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason:
     assert not found.problem.endswith(": )")
 
 
+def test_either_of_two_requests_can_be_answered_and_the_other_is_not_asked_for_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A registration that takes long is asked for again while the client works on it."""
+    # a message of Flower's needs a run around it
+    monkeypatch.setattr("fedlowrank.network.flower.FlowerMessage", lambda *parts, **more: parts)
+    asked: list[list[str]] = []
+
+    class Grid:
+        def push_messages(self, messages: Any) -> list[str]:
+            return [f"m{len(asked)}-{i}" for i, _ in enumerate(messages)]
+
+        def pull_messages(self, names: Any) -> list[Any]:
+            class Reply:
+                class metadata:  # noqa: N801
+                    reply_to_message_id = "m0-0"
+
+                error = Error(5, "gone")
+
+                def has_error(self) -> bool:
+                    return True
+
+            asked.append(sorted(names))
+            return [Reply()] if len(asked) == 2 else []
+
+    carrier = GridTransport(Grid())  # type: ignore[arg-type]
+    requests = [NodeMessage(n, "registration", "{}") for n in (1, 2)]
+    found = []
+    for _ in range(3):
+        carrier.send(requests if len(asked) == 0 else requests[:1], "registration", 60.0)
+        found.append([r.node for r in carrier.receive()])
+        requests = requests[:1]
+    assert found == [[], [1], []]
+    assert asked == [["m0-0", "m0-1"], ["m0-0", "m0-1", "m1-0"], ["m0-1", "m2-0"]]
+
+
+def test_the_nodes_are_asked_for_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [100.0], []
+
+    class Grid:
+        def get_node_ids(self) -> list[int]:
+            calls.append(now[0])
+            return [len(calls)]
+
+    monkeypatch.setattr("fedlowrank.network.flower.time.monotonic", lambda: now[0])
+    carrier = GridTransport(Grid())  # type: ignore[arg-type]
+    found = []
+    for now[0] in (100.0, 100.5, 101.0, 101.5, 102.0, 103.0):
+        found.append(carrier.nodes())
+    assert calls == [100.0, 101.5, 103.0]
+    assert found == [{1}, {1}, {1}, {2}, {2}, {3}]
+
+
 def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_path: Path) -> None:
     made, log = small("fedavg", rounds=2), tmp_path / "run.audit.jsonl"
     sent: dict[tuple[int, int], bytes] = {}

@@ -23,8 +23,10 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +110,10 @@ def signature_of(records: RecordDict) -> str:
     return signature if isinstance(signature, str) else ""
 
 
+NODES_SECONDS = 1.0
+"""Seconds for which the nodes that can be reached are not asked for again."""
+
+
 class GridTransport:
     """A :class:`.transport.Transport` over the grid of a ServerApp."""
 
@@ -115,6 +121,7 @@ class GridTransport:
         self._grid = grid
         self._open: dict[str, NodeMessage] = {}
         self._unsent: list[NodeMessage] = []
+        self._nodes, self._nodes_at = set[int](), -math.inf
         self._intake: Intake | None = None
         self._replies: Replies | None = None
         if isinstance(grid, HttpGrid):
@@ -124,8 +131,11 @@ class GridTransport:
             grid._client = self._intake  # type: ignore[assignment]  # of another class, on purpose
 
     def nodes(self) -> set[int]:
-        """The nodes that can be reached now."""
-        return set(self._grid.get_node_ids())
+        """The nodes that can be reached; the server is asked at most once a second, for a busy one takes as long to answer."""
+        if time.monotonic() - self._nodes_at > NODES_SECONDS:
+            self._nodes = set(self._grid.get_node_ids())
+            self._nodes_at = time.monotonic()
+        return set(self._nodes)
 
     def send(self, messages: Sequence[NodeMessage], group: str, seconds: float) -> None:
         """Send messages that expire after so many seconds."""
@@ -142,9 +152,7 @@ class GridTransport:
         if self._replies is not None:
             self._replies.limit({m.node: m.max_bytes for m in messages})
         ids = list(self._grid.push_messages(packed)) if packed else []
-        # a registration may be pending while orders are sent
-        again = {m.node for m in messages if m.kind == "registration"}
-        self._open = {i: m for i, m in self._open.items() if m.node not in again}
+        # a registration may be pending while orders are sent, and one that was sent again be answered first
         # the identifier is empty where the node has left in between
         self._open |= {str(i): m for i, m in zip(ids, messages, strict=True) if i}
         self._unsent += [m for i, m in zip(ids, messages, strict=True) if not i]
@@ -175,6 +183,9 @@ class GridTransport:
             message = self._open.pop(asked, None)
             if message is None:
                 continue
+            self._open = {
+                i: m for i, m in self._open.items() if (m.node, m.kind) != (message.node, message.kind)
+            }
             make = functools.partial(Response, message.node, message.kind)
             if self._intake is not None and self._replies is not None and asked in self._intake.refused:
                 name, why = self._intake.take_refused(asked)

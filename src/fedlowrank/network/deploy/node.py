@@ -61,7 +61,10 @@ from .server_processes import WORKING
 logger = logging.getLogger("fedlowrank.network.deploy.node")
 
 PAUSE = 0.5
-"""Seconds between two looks for a message."""
+"""Seconds between two looks for a message, at least."""
+
+LONGEST_PAUSE = 3.0
+"""Seconds between two looks for a message, at most."""
 
 
 PIECE_BYTES = intake.CHUNK + (1 << 16)
@@ -80,6 +83,15 @@ run ends."""
 
 _MOST_RUNS = 100
 """Runs of the server of which is remembered whether they are refused."""
+
+
+def pause_after(idle: float) -> float:
+    """Seconds until the next look for a message, given those since the last one.
+
+    A twentieth of the wait, so that rounds of minutes take no longer to notice and hundreds of waiting clients leave the server
+    time for its work.
+    """
+    return min(LONGEST_PAUSE, max(PAUSE, idle / 20))
 
 
 class Connection(NamedTuple):
@@ -334,9 +346,12 @@ def main() -> None:
     with http_request_response(args.server, authority is None, authority, keys) as calls:
         node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)
         logger.info("SuperNode ID: %d", node.connection.node)
+        since = time.monotonic()
         while True:
-            if not node.step():
-                time.sleep(PAUSE)
+            if node.step():
+                since = time.monotonic()
+            else:
+                time.sleep(pause_after(time.monotonic() - since))
 
 
 if __name__ == "__main__":
