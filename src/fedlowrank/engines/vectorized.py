@@ -45,6 +45,9 @@ from .engine import ClientJob, ClientResult, Engine, client_key
 COHORT = 256
 """Clients in a cohort."""
 
+FEW = 4
+"""Clients of one kind from which on a cohort takes less time than one client after another."""
+
 ROOM = 1 << 30
 """Bytes of a cohort's states and messages: at most so many as its clients have at once, before and after training."""
 
@@ -123,7 +126,7 @@ class Vectorized(Engine):
         found: list[T] = []
         for members in groups.values():
             members.sort(key=lambda m: -len(m[1].data.examples))
-            if len(members) == 1 or not all(m.is_standard for m in members[0][1].models):
+            if len(members) < FEW or not all(m.is_standard for m in members[0][1].models):
                 found += [alone(*member) for member in members]
                 continue
             trainer = self.cohort_trainer([local for _, local in members], self._memory)
@@ -163,7 +166,7 @@ class Vectorized(Engine):
         """The results of clients of one kind, called at once if that gives what each gives alone."""
         known = self._is_equal.get(kind)
         stands_alone = not all(m.is_standard for m in members[0].local.models)
-        if len(members) == 1 or known is False or stands_alone:
+        if len(members) < FEW or known is False or stands_alone:
             return [alone(member) for member in members]
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
         found = divide(members, update, alone, trainer, self._log)

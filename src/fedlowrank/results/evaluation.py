@@ -22,6 +22,7 @@ from ..data.federation import Federation
 from ..engines.engine import Engine
 from ..training.cohorts.closeness import is_close
 from ..training.cohorts.cohort_view import Cohort
+from ..training.cohorts.control_flow import DifferingError
 from ..training.kept_optimizers import split_optimizers
 from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
@@ -78,6 +79,7 @@ class Evaluator:
         self._former_pools: dict[tuple[int, ...], ScoringPool] = {}
         self._is_separable: dict[str, bool] = {}
         self._cohort_is_equal: dict[str, bool] = {}
+        self._fits_cohorts = True
         self._not_finite: set[int] = set()
 
     def evaluate(
@@ -110,7 +112,7 @@ class Evaluator:
             )
 
         def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
-            if self.engine.has_cohorts and not self._is_global:
+            if self.engine.has_cohorts and self._fits_cohorts and not self._is_global:
                 return Block.join(self._evaluate_cohorts(block, server, state_of, round, model_of)).as_json()
             return self._evaluate_block(block, model_of).as_json()
 
@@ -175,6 +177,16 @@ class Evaluator:
             return self._evaluate_block([infos[place]], lambda info: model_of(info, trainer))
 
         def together(cohort: Cohort) -> list[Block]:
+            try:
+                return evaluate(cohort)
+            except DifferingError:
+                raise
+            except Exception:
+                # so it is in the next evaluation, whose models are scored together where they can be
+                self._fits_cohorts = False
+                raise
+
+        def evaluate(cohort: Cohort) -> list[Block]:
             some = [infos[k] for k in cohort.places]
             kind = some[0].architecture
             pool = self._pool([info.id for info in some])
