@@ -296,13 +296,13 @@ class MixesLater(Plain):
 @pytest.mark.parametrize(
     ("method", "check", "says"),
     [
-        (ChangesDownload(), "pure", ""),
-        (ChangesServer(), "pure", ""),
-        (CommitsByMutation(), "pure", "changes its input in place"),
+        (ChangesDownload(), "pure", "local_update changes its input in place: its argument 'down'"),
+        (ChangesServer(), "pure", "server_update changes its input in place: its argument 'server'"),
+        (CommitsByMutation(), "pure", "local_update changes its input in place: its argument 'state'"),
         (CommitsByMutation(), "lost", "changed its state although its reply was lost"),
-        (RemembersInItself(), "pure", "different states"),
+        (RemembersInItself(), "pure", "local_update gives another result when it is called again"),
         (RemembersInItself(), "resume", "differs"),
-        (GlobalNoise(), "pure", ""),
+        (GlobalNoise(), "pure", "local_update gives another result when it is called again"),
         (GlobalNoise(), "still", "learning rate of 0"),
         (SendsASet(), "wire", "set"),
         (OwnRate(), "still", "learning rate of 0"),

@@ -31,6 +31,7 @@ from ..rounds.run_settings import RunSettings
 from ..storage.checkpoint import load, save
 from ..storage.client_store import ClientStore
 from ..storage.state import State
+from .purity import CalledTwice, ImpureError
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,8 @@ def _extended(at: Trajectory) -> str | None:
 
 
 def _pure(at: Trajectory) -> str | None:
+    if at.device == "cpu" and (impure := _impure_function(at)) is not None:
+        return impure
     run = at.start()
     initial = tree.encode([a.initial for a in run.federation.architectures.values()])
     random = torch.get_rng_state()
@@ -260,6 +263,21 @@ def _pure(at: Trajectory) -> str | None:
         if held == tree.encode(_states(run)) and initial == now
         else "a function of the method changes its input in place"
     )
+
+
+def _impure_function(at: Trajectory) -> str | None:
+    """The first function that changes an argument, or gives another result when it is called again."""
+    try:
+        run = at.start(method=CalledTwice(inner=at.method))
+        for _ in range(2):
+            run.step()
+        run.evaluation()
+        run.method.metrics(run.state.server)
+        for info in run.federation.infos[:1]:
+            run.method.update(run.method.download(run.state.server, info), info, run.task)
+    except ImpureError as error:
+        return str(error)
+    return None
 
 
 def _uploads(run: Run) -> dict[int, Any]:

@@ -1,0 +1,104 @@
+"""Whether each function of a method gives the same result when it is called again, and leaves its arguments as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import tree
+from ..core.contract.client_model import ClientModel
+from ..core.contract.contribution import Each, Mean, Sum
+from ..core.contract.method import ClientInfo, ClientView, ServerView, Task
+from ..core.contract.update import Update
+from ..core.contract.wrapper import MethodWrapper
+from ..core.errors import FedlowrankError
+
+
+class ImpureError(FedlowrankError):
+    """A function of a method changes an argument, or gives another result when it is called again."""
+
+
+@dataclass(frozen=True)
+class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
+    """A method whose functions are called twice, with the results and the arguments compared."""
+
+    def server_init(self, task: Task) -> Any:
+        """See the base class."""
+        return self._twice("server_init", task=task)
+
+    def client_init(self, task: Task, client: ClientInfo) -> Any:
+        """See the base class."""
+        return self._twice("client_init", task=task, client=client)
+
+    def download(self, server: Any, client: ClientInfo) -> Any:
+        """See the base class."""
+        return self._twice("download", server=server, client=client)
+
+    def local_update(self, state: Any, down: Any, view: ClientView) -> tuple[Any, Any]:
+        """See the base class."""
+        found: tuple[Any, Any] = self._twice("local_update", state=state, down=down, view=view)
+        return found
+
+    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Any:
+        """See the base class."""
+        return self._twice("contribution", upload=upload, client=client, server=server)
+
+    def server_update(self, server: Any, total: Any, view: ServerView) -> Any:
+        """See the base class."""
+        return self._twice("server_update", server=server, total=total, view=view)
+
+    def update(self, down: Any, client: ClientInfo, task: Task) -> Update:
+        """See the base class."""
+        found: Update = self._twice("update", down=down, client=client, task=task)
+        return found
+
+    def client_model(self, state: Any, down: Any, view: ClientView) -> ClientModel:
+        """See the base class."""
+        found: ClientModel = self._twice("client_model", state=state, down=down, view=view)
+        return found
+
+    def server_model(self, server: Any, state: Any, view: ClientView) -> Any:
+        """See the base class."""
+        return self._twice("server_model", server=server, state=state, view=view)
+
+    def metrics(self, server: Any) -> Any:
+        """See the base class."""
+        return self._twice("metrics", server=server)
+
+    def _twice(self, hook: str, **arguments: Any) -> Any:
+        trees = {n: a for n, a in arguments.items() if n in ("server", "state", "down", "upload", "total")}
+        before = {n: _content(a) for n, a in trees.items()}
+        call = getattr(self.inner, hook)
+        first = call(*arguments.values())
+        content = _content(first)
+        second = _content(call(*arguments.values()))
+        for name, known in before.items():
+            if _content(trees[name]) != known:
+                raise ImpureError(
+                    f"{hook} changes its input in place: its argument {name!r}. Return a new tree"
+                )
+        if content != second:
+            raise ImpureError(
+                f"{hook} gives another result when it is called again with the same arguments. It may keep nothing in "
+                "itself and draw random numbers from view.key alone"
+            )
+        return first
+
+
+def _content(value: Any) -> Any:
+    """What is compared of an argument or a result."""
+    if isinstance(value, ClientModel):
+        series = {name: of for name, of in value.series.items() if not callable(of)}
+        return _content([dict(value.whole()), series, value.routes])
+    if isinstance(value, Update):
+        return _content(value.reference), value.scale
+    if isinstance(value, (Mean, Sum, Each)):
+        return type(value), _content(value.value), getattr(value, "weight", None)
+    if isinstance(value, dict):
+        return [(key, _content(one)) for key, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_content(one) for one in value]
+    try:
+        return tree.encode(value)
+    except tree.TreeError:
+        return repr(value)
