@@ -101,7 +101,7 @@ catalog: install
 	mv build/catalog.json src/fedlowrank/cli/catalog.json
 
 bench: install
-	$(BIN)/fedlowrank bench -o docs/results/speed.md
+	$(BIN)/python benchmarks/bench.py -o docs/results/speed.md
 
 # after `make bench`: adds pfl, Flower and FedJAX, where they are installed, to its page
 bench-peers: install

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_loops import SUBJECTS, bench_federation
 from prox_cost import THRESHOLD, early, late
 from server_step import RANKS, uploads
 from torch import nn
@@ -42,7 +43,6 @@ from fedlowrank.methods import METHODS
 from fedlowrank.models.architectures.mlp import MLP
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
-from fedlowrank.testing.bench import SUBJECTS, bench_federation
 from fedlowrank.testing.check import check_method
 
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_loops import SUBJECTS, bench_federation
 
 from fedlowrank import METHODS, SGD, AdamW, RunSettings, simulate
 from fedlowrank.core.learning.optimizer import Schedule
 from fedlowrank.engines import ENGINES
 from fedlowrank.rounds.run import Run
 from fedlowrank.storage.run_files import seal_run
-from fedlowrank.testing.bench import SUBJECTS, bench_federation
 
 BEFORE = {
     "fedlowrank --help": "4.2 to 5.2 s",

@@ -61,7 +61,7 @@ def transformer() -> Any:
 
 def subject(name: str) -> Any:
     """A model to time."""
-    from fedlowrank.testing.bench import SUBJECTS, Subject
+    from bench_loops import SUBJECTS, Subject
 
     more = {"lora": Subject("LoRA on a transformer, 2 × 128", (32,), transformer, transformer)}
     return {**SUBJECTS, **more}[name]
@@ -70,12 +70,12 @@ def subject(name: str) -> Any:
 def federation_of(name: str, clients: int) -> Any:
     """Clients with random examples."""
     import torch
+    from bench_loops import bench_federation
 
     from fedlowrank.data.federation import Federation
-    from fedlowrank.testing import bench
 
     if name != "lora":
-        return bench.bench_federation(subject(name), clients, EXAMPLES)
+        return bench_federation(subject(name), clients, EXAMPLES)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(TOKENS, (clients, EXAMPLES, 32), generator=generator)
     y = torch.randint(10, (clients, EXAMPLES), generator=generator)

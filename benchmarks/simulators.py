@@ -5,7 +5,7 @@
         [--clients 100] [--rounds 30] [--jax-python PATH] [--page docs/results/speed.md]
 
 Simulators that are not installed are left out. With ``--page`` the table becomes the last section of that page, which
-``fedlowrank bench`` has written: ``make bench bench-peers``.
+``bench.py`` has written: ``make bench bench-peers``.
 
 Every arm runs in a process of its own, on one thread. They take turns round by round, in an order that rotates, and a ratio is
 that of an arm's CPU time to the plain loop's in the same turn; shown are medians with quartiles. Other simulators get their
@@ -172,7 +172,7 @@ def main() -> None:
     if args.run:
         run_arm(args.run, args.models, args.folder)
         return
-    from fedlowrank.testing.bench import machine
+    from bench_loops import machine
 
     arms = [arm for arm in args.arms.split(",") if is_installed(arm, args.jax_python)]
     print("\n".join(HEAD), flush=True)

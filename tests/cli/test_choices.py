@@ -84,7 +84,6 @@ def test_a_wrong_default_names_the_method_that_was_asked_for(capsys: Capsys) -> 
     ("arguments", "says"),
     [
         (["rnu", "small.toml"], "Did you mean 'run'?"),
-        (["bench", "--method", "fedavgg"], "Did you mean 'fedavg'?"),
         (["export", "runs", "--layout", "smal"], "Did you mean 'small'?"),
         (
             ["compare", "small.toml", "--methods", "fedavg", "--methods", "standalone"],

@@ -111,13 +111,6 @@ def parser() -> argparse.ArgumentParser:
     add = command("new", "new:new", common, "a folder with an experiment, a model, data, a metric and a test")
     add("path", type=Path, metavar="NAME", help="of the folder to be made")
 
-    add = command("bench", "bench_command:bench", common, "time rounds on this machine against plain PyTorch")
-    add("--models", type=_split, help="comma-separated (default: all)")
-    add("--engines", type=_split, default="sequential,vectorized", help="comma-separated")
-    add("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
-    add("--rounds", type=int, default=15, help="that are timed for each model")
-    add("-o", "--out", type=Path, help="write the table to this file too, as Markdown")
-
     add = command("run", "commands:run", experiment, "run one method")
     add("--method", help=METHOD)
     add("--engine", help="instead of run.engine: sequential, vectorized, processes, ray, auto, wire, flower")

@@ -1,1 +1,1 @@
-"""What a method is tested and timed by."""
+"""What a method is tested by."""

@@ -1,11 +1,24 @@
-"""What ``fedlowrank bench`` shows: tables, and the page ``docs/results/speed.md``."""
+"""How long a federated round takes here, against the same SGD steps in plain PyTorch.
+
+    python benchmarks/bench.py [--models mlp25k cnn] [--engines vectorized] [-o docs/results/speed.md]
+
+Prints the page of results, and writes it to a file with ``-o``. ``bench_loops.py`` says what is timed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
-from .bench import USER, Defaults, Timing, machine
+import torch
+from bench_loops import SUBJECTS, USER, Defaults, Timing, machine, time_defaults, time_rounds
+
+from fedlowrank.engines import ENGINES
+
+LONGER = 14
+"""Times as many rounds as are timed of an engine: the interval of evaluations follows the rounds of a run."""
 
 HEAD = (
     "model",
@@ -85,3 +98,41 @@ def _spread(values: Sequence[float]) -> str:
         return f"{statistics.median(values):.2f}"
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time rounds, and print the page."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--models", nargs="+", choices=SUBJECTS, default=[*SUBJECTS])
+    options.add_argument("--engines", nargs="+", choices=ENGINES, default=["sequential", "vectorized"])
+    options.add_argument("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
+    options.add_argument("--rounds", type=int, default=15, help="timed rounds of each model")
+    options.add_argument("-o", "--out", type=Path, help="write the page to this file")
+    given = options.parse_args(argv)
+    if given.rounds < 1:
+        options.error(f"--rounds must be >= 1; it is {given.rounds}")
+    torch.set_num_threads(1)
+    found, defaults = [], []
+    for model in given.models:
+        found.append(time_rounds(model, given.engines, given.rounds, given.method))
+        if "sequential" in given.engines:
+            defaults.append(time_defaults(model, "sequential", LONGER * given.rounds, given.method))
+    command = (
+        f"python benchmarks/bench.py --method {given.method} --models {' '.join(given.models)} "
+        f"--engines {' '.join(given.engines)} --rounds {given.rounds}"
+    )
+    if given.out is not None:
+        command += f" -o {given.out}"
+    title = (
+        f"{given.method}, {given.rounds} rounds of 10 of 100 clients; below 1 is faster than the floor loop"
+    )
+    text = page(command, title, found, defaults)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

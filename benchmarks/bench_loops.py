@@ -1,4 +1,4 @@
-"""How long a federated round takes here, against the same SGD steps in plain PyTorch.
+"""What ``bench.py`` times: rounds of an engine, and the same SGD steps in plain PyTorch.
 
 100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The *floor loop* takes
 as many steps and does nothing else: batches are made beforehand, one ``torch.optim.SGD`` serves all clients,
@@ -28,20 +28,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..core.contract.method import ClientInfo
-from ..core.learning.optimizer import SGD
-from ..core.tree import numel
-from ..data.dataset import Examples
-from ..data.federation import Federation
-from ..engines import ENGINES
-from ..engines.processes import cores
-from ..methods import METHODS
-from ..models.architecture import build_module
-from ..models.architectures.cnn import CNN, FAMILY
-from ..models.architectures.mlp import MLP
-from ..rounds.run import Run
-from ..rounds.run_settings import RunSettings
-from ..rounds.simulate import simulate
+from fedlowrank.core.contract.method import ClientInfo
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.core.tree import numel
+from fedlowrank.data.dataset import Examples
+from fedlowrank.data.federation import Federation
+from fedlowrank.engines import ENGINES
+from fedlowrank.engines.processes import cores
+from fedlowrank.methods import METHODS
+from fedlowrank.models.architecture import build_module
+from fedlowrank.models.architectures.cnn import CNN, FAMILY
+from fedlowrank.models.architectures.mlp import MLP
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.rounds.simulate import simulate
 
 WARM = 3
 """Rounds that are not timed: they fill caches and find what is found once."""
@@ -161,7 +161,6 @@ def time_rounds(
     method: str = "fedavg",
     clients: int = 100,
     sample: int = 10,
-    on_round: Callable[[], object] = lambda: None,
 ) -> Timing:
     """Time rounds of one model.
 
@@ -172,7 +171,6 @@ def time_rounds(
         method: which, with its default settings but for the batch size and plain SGD.
         clients: of the federation.
         sample: of them in a round.
-        on_round: called after every round that is timed.
     """
     subject = SUBJECTS[name]
     fed = bench_federation(subject, clients)
@@ -203,7 +201,6 @@ def time_rounds(
                 for e, arm_of in timing.arms.items():
                     arm_of.cpu.append(found[e][0] / found[""][0])
                     arm_of.wall.append(found[e][1] / found[""][1])
-                on_round()
     timing.steps = sum(len(floor.batches[i.id]) for i in first.participants(0))
     return timing
 
