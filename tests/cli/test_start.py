@@ -68,7 +68,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 def test_every_public_name_is_found() -> None:
-    assert all(getattr(fedlowrank, name) is not None for name in fedlowrank.__all__)
+    assert all(hasattr(fedlowrank, name) for name in fedlowrank.__all__)
     assert {*fedlowrank.__all__} <= {*dir(fedlowrank)}
     with pytest.raises(AttributeError, match="has no attribute 'Flora'"):
         _ = fedlowrank.Flora  # type: ignore[attr-defined]
