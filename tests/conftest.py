@@ -23,7 +23,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fedlowrank.engines import vectorized
+
 torch.set_num_threads(1)
+# the federations of tests are small, and cohorts are to be tested
+vectorized.FEW = 2
 
 WAITING = ("cli", "engines", "network")
 """Directories whose tests wait for processes, and therefore end after some time."""

@@ -209,7 +209,7 @@ def test_the_helpers_of_trees_exist_with_these_arguments() -> None:
     trees: Any = {"p": torch.tensor([1.0, 2.0]), "q": [torch.tensor(3.0)]}
     for name, arguments in calls:
         function = getattr(tree, name)
-        if arguments and name != "map":
+        if arguments and name != "map_leaves":
             values = dict(zip("ab", (trees, trees), strict=True))
             given = [values[a] for a in arguments.split(", ") if a in values]
             function(*given)

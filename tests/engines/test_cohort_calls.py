@@ -130,9 +130,8 @@ def test_routers_of_newcomers_are_learnt_at_once() -> None:
     (_, expected), (_, found) = (
         run_of(method, e, rounds=2, participation=0.2) for e in (ENGINES["sequential"](), engine)
     )
-    # one client a round trains alone; in the first evaluation the routers of the other four are trained as one cohort,
-    # and in the second the last three are too few for one
-    assert engine.sizes == [4]
+    # one client a round trains alone; in each evaluation the routers of the others are trained as one cohort
+    assert engine.sizes == [4, 3]
     for a, b in zip(found, expected, strict=True):
         assert a.measured is not None
         assert b.measured is not None
@@ -142,6 +141,18 @@ def test_routers_of_newcomers_are_learnt_at_once() -> None:
             mine, theirs = a.values(name, split, series), b.values(name, split, series)
             assert len(mine) == 5
             assert mine == [v if v is None else pytest.approx(v, rel=1e-4, abs=1e-4) for v in theirs]
+
+
+def test_few_clients_of_a_kind_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedlowrank.engines.vectorized.FEW", 4)
+    for participation, sizes in ((0.6, []), (0.8, [4, 4])):
+        engine = Counting()
+        (one, _), (other, _) = (
+            run_of(METHODS["fedavg"](), e, rounds=2, participation=participation)
+            for e in (ENGINES["sequential"](), engine)
+        )
+        assert engine.sizes == sizes
+        torch.testing.assert_close(other.state.server, one.state.server, rtol=1e-4, atol=1e-6)
 
 
 class Operations(TorchDispatchMode):
