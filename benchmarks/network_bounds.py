@@ -30,8 +30,8 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.network.answers import steps_of
+from fedlowrank.network.validation.norm_clipping import Strikes, shorten_upload
 from fedlowrank.network.validation.norms import NormBound, measure_norms, relative_steps
-from fedlowrank.network.validation.shortening import Strikes, shorten_upload
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 

@@ -74,7 +74,8 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
                 "supervised_loss task_loss example_losses mean_loss cross_entropy kl_divergence",
             ),
             *_names(
-                "core.tree", "tree map add sub zeros_like dot square_distance numel nbytes encode decode"
+                "core.tree",
+                "tree map_leaves add sub zeros_like dot square_distance numel nbytes encode decode",
             ),
             *_names("testing.check", "check_method CheckFinding"),
         ],
@@ -190,11 +191,12 @@ def make_pages() -> dict[str, str]:
         blocks = "\n\n".join(f"::: {name}" for name in names)
         pages[f"reference/{file}.md"] = f"# {title}\n\n{introduction}\n\n{blocks}\n"
     links = "\n".join(f"- [{title}]({file}.md): {text}" for file, title, text, _ in rooms)
-    top = ", ".join(f"[`{name}`][{_path(name)}]" for name in fedlowrank.__all__ if name != "METHODS")
+    plain = [name for name in fedlowrank.__all__ if not hasattr(getattr(fedlowrank, name), "__qualname__")]
+    top = ", ".join(f"[`{name}`][{_path(name)}]" for name in fedlowrank.__all__ if name not in plain)
     pages["reference/index.md"] = (
         "# API reference\n\n"
         f"{links}\n\n"
-        f"`fedlowrank` itself exports `METHODS`, {top}.\n\n"
+        f"`fedlowrank` itself exports {', '.join(f'`{name}`' for name in plain)}, {top}.\n\n"
         "The command line: [commands](commands.md) and [fields of an experiment file](fields.md).\n\n"
         "What a run counts and how: [measured quantities](../how-to/measured.md).\n"
     )

@@ -19,6 +19,8 @@ from fedlowrank.core.contract.contribution import Mean
 from fedlowrank.core.contract.method import ClientInfo, ClientView
 from fedlowrank.core.tree import Params
 from fedlowrank.engines import ENGINES
+from fedlowrank.engines.auto import Auto
+from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
 from fedlowrank.rounds.run import Run
@@ -56,12 +58,17 @@ class Counted(METHODS["ditto"]):  # type: ignore[misc]
         return found
 
 
-def test_functions_are_called_once_a_round_and_give_what_each_client_gives_alone() -> None:
+@pytest.mark.parametrize("kind", [Vectorized, Auto])
+def test_functions_are_called_once_a_round_and_give_what_each_client_gives_alone(
+    kind: type[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # auto leaves methods of a user's own to other engines
+    monkeypatch.setattr("fedlowrank.engines.auto.choose_engine", lambda *_: (Vectorized, "chosen here"))
+    CALLS.clear()
     one, expected = run_of(Counted(), ENGINES["sequential"]())
     assert CALLS["contribution"] == 3 * 5
     calls = []
-    engine = Vectorized()
-    run = Run(Counted(), small_federation(False), RunSettings(rounds=3), engine)
+    run = Run(Counted(), small_federation(False), RunSettings(rounds=3), kind())
     found = []
     for _ in range(3):
         CALLS.clear()

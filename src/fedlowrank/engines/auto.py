@@ -7,8 +7,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from ..core.contract.method import AnyMethod, Task
+from ..core.contract.method import AnyMethod, ClientInfo, Task, Trainer
 from ..data.federation import Federation
+from ..training.cohorts.cohort_view import Cohort
 from ..training.flops import forward_flops
 from .engine import ClientJob, ClientResult, Engine
 from .processes import Processes, can_fork, cores
@@ -86,6 +87,11 @@ class Auto(Engine):
     chosen: Engine | None = None
     reason: str = ""
 
+    @property
+    def has_cohorts(self) -> bool:
+        """See the base class."""
+        return self.chosen is not None and self.chosen.has_cohorts
+
     def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
         """See the base class."""
         kind, reason = choose_engine(method, federation, clients, self.micro_batch)
@@ -110,6 +116,20 @@ class Auto(Engine):
     def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """See the base class."""
         return super().each(work, items) if self.chosen is None else self.chosen.each(work, items)
+
+    def map_clients(
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        round: int,
+        clients: Sequence[tuple[ClientInfo, Any]],
+        alone: Callable[[int, Trainer], T],
+        together: Callable[[Cohort], list[T]],
+    ) -> list[T]:
+        """See the base class."""
+        if self.chosen is None:
+            return super().map_clients(method, federation, round, clients, alone, together)
+        return self.chosen.map_clients(method, federation, round, clients, alone, together)
 
     def close(self) -> None:
         """See the base class."""

@@ -71,10 +71,13 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
-    has_cohorts: ClassVar[bool] = False
-    """Whether :meth:`map_clients` calls functions for many clients at once."""
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
     micro_batch: int | None = None
+
+    @property
+    def has_cohorts(self) -> bool:
+        """Whether :meth:`map_clients` calls functions for many clients at once."""
+        return False
 
     @abstractmethod
     def run(

@@ -6,13 +6,13 @@ for all stays as it is. Where control flow needs one answer and the clients diff
 the function is called again for each part; what was trained before is not trained again
 (:mod:`fedlowrank.training.cohorts`). Where an operation has no rule, each client goes on alone, with plain tensors.
 
-Passes are batched over clients if their functions have rules. So are none with losses that are not this package's own (of a
-method or of the task), of modules with layers that are not standard (:mod:`fedlowrank.models.standard`), which might
-draw random numbers or count their calls, and of modules with batch normalization, which padding would disturb; the log tells.
+Passes are batched over clients if their functions have rules. They are not batched if a loss is the user's own (of a method or
+of the task), if a module has layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers
+or count their calls, or if it has batch normalization, which padding would disturb. The log names the reason.
 Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 
-In the first round that a kind of cohort comes, one client of it is also run alone. If its state or upload is another one,
-clients of that kind run one after another, and the log says so.
+In the first round that a kind of cohort comes, one client of it is also run alone. If its state or upload differs from the
+cohort's, clients of that kind run one after another, and the log says so.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Vectorized(Engine):
     """Clients of like shapes, batched; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorized"
-    has_cohorts: ClassVar[bool] = True
     cohort_trainer: ClassVar[type[CohortTrainer]] = CohortTrainer
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
     _memory: PassMemory = field(init=False, repr=False)
@@ -89,6 +88,11 @@ class Vectorized(Engine):
         self._title = ""
         self._memory = PassMemory(BufferPool(), {}, self._log_pass)
         self._pooled: tuple[Federation, list[Examples]] | None = None
+
+    @property
+    def has_cohorts(self) -> bool:
+        """See the base class."""
+        return True
 
     def close(self) -> None:
         """See the base class: memory of batches."""

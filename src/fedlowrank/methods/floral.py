@@ -7,10 +7,10 @@ arXiv:2410.03497.
      1  for τ = 0, H, 2H, ...: the server sends u and {a_c} to k ∈ S_τ                      download
      2  client k: for t = τ, ..., τ+H-1:                                                    local_update
      3      π^k = softmax(θ^k)                                                              Router.shares
-     4      θ^k ← θ^k - η_θ ∇_θ f^k(Σ_c π^k_c w_c)                                          loss
-     5      (u^k, a^k_c) ← (u^k, a^k_c) - η ∇ f^k(Σ_c π^k_c w_c), preconditioned (app. D)   loss, scaled
+     4      θ^k ← θ^k - η_θ ∇_θ f^k(Σ_c π^k_c w_c)                                          train_mixture
+     5      (u^k, a^k_c) ← (u^k, a^k_c) - η ∇ f^k(Σ_c π^k_c w_c), preconditioned (app. D)   train_mixture
      6  server: u ← Σ_k N^k u^k / Σ_k N^k                                                   server_update
-     7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   cluster_mean
+     7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   cluster_means
 
 θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the
 client's known cluster, and only that cluster's adaptors travel, both ways. With ``router.update = "mfl"`` eq.

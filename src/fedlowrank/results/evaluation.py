@@ -125,7 +125,7 @@ class Evaluator:
         return measured
 
     def _warn_of_not_finite(self, measured: Block) -> None:
-        """Name once each client with a loss that means leave out."""
+        """Name once each client whose loss is not finite and is therefore excluded from means."""
         found: dict[int, str] = {}
         for column in measured.columns:
             for client, loss in zip(measured.clients, column.values, strict=True):

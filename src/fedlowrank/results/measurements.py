@@ -1,4 +1,4 @@
-"""What a run measured, as one table; means over clients are computed here and nowhere else.
+"""What a run measured, as one table; means of evaluation results over clients are computed here and nowhere else.
 
 A row is (round, client or -1, series, split, name, value). Numbers of a client are its accuracy, its loss, each further
 metric, the parameters of its model, and its share of each cluster (``route``, by cluster as series). Numbers of a round

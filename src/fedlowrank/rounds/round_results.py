@@ -1,4 +1,4 @@
-"""Streams the results of a round's clients to the aggregator. Peak memory: one upload."""
+"""Streams the results of a round's clients to the aggregator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ class RefusedError(Exception):
 
 
 class RoundResults:
-    """Collects client results as they come and adds their contributions. Peak memory: one upload.
+    """Collects client results as they come and adds their contributions.
+
+    Peak memory: one upload; the uploads of a cohort where clients train as one; all uploads with ``wait``.
 
     Args:
         clients: who takes part.

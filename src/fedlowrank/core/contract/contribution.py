@@ -43,7 +43,7 @@ class Sum:
 
     Attributes:
         value: a tree of tensors.
-        counts: it counts, such as the weights of a cluster's members: no rule replaces the sum.
+        counts: whether the values are weights or counts, which no robust rule replaces.
     """
 
     value: Any
@@ -185,10 +185,11 @@ _SKIPPED = object()
 
 
 class Aggregator:
-    """Reduces the contributions of a round in the order of its clients, whenever they arrive.
+    """Reduces the contributions of a round: single ones in the order of its clients, whenever they arrive.
 
     A contribution that arrives early waits until those before it have arrived, so totals have the same bits
-    in every engine and over a network. Every other one is added and let go.
+    in every engine that trains clients one by one, and over a network. Every other one is added and let go.
+    :meth:`add_rows` adds those of a cohort at once; its totals differ in rounding.
 
     Args:
         clients: identifiers of the clients that take part, in the order of reduction.

@@ -28,10 +28,12 @@ __all__ = [
     "Batch",
     "ClientInfo",
     "ClientView",
+    "KeptState",
     "Lengths",
     "Method",
     "OneOf",
     "Pass",
+    "ProximalTerm",
     "Request",
     "ServerView",
     "Task",
@@ -77,9 +79,17 @@ class KeptState:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of :meth:`ClientView.train`, whose arguments these are.
+    """One call of :meth:`ClientView.train`, which describes the arguments.
 
     Attributes:
+        loss: of a batch, given what is trained and the constants.
+        start: the tree that is trained.
+        name: of the pass.
+        optimizer: of the steps.
+        constants: trees that the functions take besides.
+        precondition: of the gradient, or None.
+        prox: after each step, or None.
+        proximal_term: of the loss, or None.
         kept: where the optimizer's state comes from and goes to; None if it starts afresh and is not kept.
     """
 
@@ -220,8 +230,8 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions, the hooks, are pure.
 
     A method is written for one client and the server; engines execute it for many clients. ``server_init``,
-    ``local_update`` and ``server_update`` have no default. A method is final: it calls shared verbs and inherits from
-    no other method.
+    ``local_update`` and ``server_update`` have no default. The methods of this package call shared verbs and inherit
+    from no other method; a user's method may.
 
     Attributes:
         epochs: E, passes of a client over its own data in a round.
@@ -330,7 +340,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
 
     @abstractmethod
     def server_update(self, server: S, total: Any, view: ServerView) -> S:
-        """The server's box: its next state.
+        """The server's next state.
 
         Args:
             server: its state.

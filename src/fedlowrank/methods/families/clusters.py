@@ -47,7 +47,7 @@ def train_mixture(
     view: ClientView,
     precondition: Callable[..., Any] | None = None,
 ) -> tuple[dict[str, Any], Tensor]:
-    """The pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1, lines 6 to 8.
+    """The pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1 of FLoRAL, lines 3 to 5.
 
     Args:
         router: how θ moves. With optimal routing it stays; the MFL update sets it before the pass.
