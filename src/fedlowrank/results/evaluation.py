@@ -171,12 +171,15 @@ class Evaluator:
         round: int,
         model_of: Callable[..., LocalModel],
     ) -> list[Block]:
-        """Evaluate clients of one form by one call of the method, and others one by one."""
+        """Evaluate clients of one form by one call of the method, and others as other engines do."""
 
-        def alone(place: int, trainer: Trainer) -> Block:
-            return self._evaluate_block([infos[place]], lambda info: model_of(info, trainer))
+        # of clients outside of cohorts, whose models are scored together where they can be
+        others: dict[int, Trainer] = {}
 
-        def together(cohort: Cohort) -> list[Block]:
+        def alone(place: int, trainer: Trainer) -> None:
+            others[infos[place].id] = trainer
+
+        def together(cohort: Cohort) -> list[Block | None]:
             try:
                 return evaluate(cohort)
             except DifferingError:
@@ -186,7 +189,7 @@ class Evaluator:
                 self._fits_cohorts = False
                 raise
 
-        def evaluate(cohort: Cohort) -> list[Block]:
+        def evaluate(cohort: Cohort) -> list[Block | None]:
             some = [infos[k] for k in cohort.places]
             kind = some[0].architecture
             pool = self._pool([info.id for info in some])
@@ -208,7 +211,12 @@ class Evaluator:
 
         downloads = Downloads(self.method, server)
         clients = [(info, (split_optimizers(state_of(info))[0], downloads.to(info))) for info in infos]
-        return self.engine.map_clients(self.method, self.federation, round, clients, alone, together)
+        found = self.engine.map_clients(self.method, self.federation, round, clients, alone, together)
+        blocks = [block for block in found if block is not None]
+        if others:
+            rest = [info for info in infos if info.id in others]
+            blocks.append(self._evaluate_block(rest, lambda info: model_of(info, others[info.id])))
+        return blocks
 
     def _is_as_alone(
         self,
