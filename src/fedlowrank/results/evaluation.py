@@ -172,7 +172,6 @@ class Evaluator:
         model_of: Callable[..., LocalModel],
     ) -> list[Block]:
         """Evaluate clients of one form by one call of the method, and others as other engines do."""
-
         # of clients outside of cohorts, whose models are scored together where they can be
         others: dict[int, Trainer] = {}
 
