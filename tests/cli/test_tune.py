@@ -171,6 +171,24 @@ def test_the_grid_of_a_method_is_the_product_and_keeps_its_other_fields() -> Non
     assert default.weight_decay > 0
 
 
+def test_a_kind_in_the_grid_keeps_the_fields_in_the_file_wherever_it_stands() -> None:
+    for kinds in (["adamw", "sgd"], ["sgd", "adamw"]):
+        made = ExperimentConfig.parse(
+            {
+                "compare": ["fedslr"],
+                "methods": {"fedslr": {"optimizer": {"momentum": 0.9}}},
+                "tune": {"seeds": [7], "grid": {"optimizer.kind": kinds}},
+            }
+        )
+        plan = plan_tuning(made, Path("out"))
+        found = {
+            one.values["optimizer.kind"]: one.runs[0].experiment.build_method("fedslr").optimizer
+            for one in plan
+        }
+        assert (found["sgd"].kind, found["adamw"].kind) == ("sgd", "adamw")
+        assert found["sgd"].momentum == 0.9
+
+
 @pytest.mark.parametrize(
     ("tune", "says"),
     [
