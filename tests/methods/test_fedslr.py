@@ -143,8 +143,8 @@ def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
     for a, b in ((w_of(ends[0]), w_of(ends[1])), (ends[0].state.server.gamma, ends[1].state.server.gamma)):
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6)
-    assert ends[0].state.server.each == {}
-    kept = ends[1].state.server.each
+    assert ends[0].state.server.gamma_by_client == {}
+    kept = ends[1].state.server.gamma_by_client
     assert len(kept) == len(SIZES)
     for k, state in ends[1].state.clients.items():
         for name, own in state.gamma.items():

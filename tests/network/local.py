@@ -376,7 +376,7 @@ def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, 
     """
     with threads(1), mock.patch.object(Evaluator, "_score_together", return_value=None):
         run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
-        return run, [run.start(), *(run.step(losses=r.lost) for r in records[1:])]
+        return run, [run.start(), *(run.step(lost_replies=r.lost) for r in records[1:])]
 
 
 def agrees(

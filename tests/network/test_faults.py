@@ -282,7 +282,7 @@ def test_a_client_that_lost_its_folder_starts_again(
             run.restore(
                 dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1})
             )
-        records.append(run.step(losses=record.lost))
+        records.append(run.step(lost_replies=record.lost))
     same_states(result, carrier, run)
     assert logged(caplog, "client 1 has lost its state, and starts again") == 1
 

@@ -65,7 +65,7 @@ def gone_over_again(made: ExperimentConfig, records: list[Any]) -> Run:
     """The run in this process, losing just the replies that the records name."""
     run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
     for record in records[1:]:
-        run.step(losses=record.lost)
+        run.step(lost_replies=record.lost)
     return run
 
 

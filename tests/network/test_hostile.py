@@ -354,7 +354,7 @@ def world() -> tuple[Any, Any]:
     made, _, kept = stage()
     registry = admitted(made, kept)
     honest = Run(made.build_method("scaffold"), made.federation(), made.run, Sequential())
-    honest.step(losses={"1": "refused"})
+    honest.step(lost_replies={"1": "refused"})
     return registry.federation(), honest.state.server
 
 

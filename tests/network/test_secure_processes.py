@@ -138,7 +138,7 @@ class Deployment:
 
             run.contribute = watched  # type: ignore[method-assign]
         for names in lost:
-            run.step(losses=dict.fromkeys(names, "gone"))
+            run.step(lost_replies=dict.fromkeys(names, "gone"))
         return run
 
     def assert_close(self, run: Run) -> None:

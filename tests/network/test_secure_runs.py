@@ -84,7 +84,7 @@ def plain(made: Any, losses: list[dict[str, str]]) -> Run:
     open_ = made.overlay({"run": {"secure": {"on": False, "bits": 22, "bound": 8.0}}})
     run = Run(made.build_method(made.default_method), open_.federation(), open_.run, Sequential())
     for lost in losses:
-        run.step(losses=lost)
+        run.step(lost_replies=lost)
     return run
 
 

@@ -25,10 +25,10 @@ from fedlowrank.testing.check import small_federation
 from fedlowrank.training.cohorts.cohort_view import CohortInfo, CohortKey
 from fedlowrank.training.cohorts.control_flow import (
     DifferingError,
-    raw,
     select_clients,
     split_clients,
     stack_clients,
+    unwrap_stacked,
 )
 from fedlowrank.training.stacked import RULES, Stacked, UnsupportedError, stack, with_rows, without_rows
 
@@ -87,7 +87,7 @@ def test_without_a_batch_the_result_is_that_of_each_client(what: str) -> None:
     with without_rows():
         found = compute(stack(torch.stack(own)))
     assert type(found) is Stacked
-    torch.testing.assert_close(raw(found), torch.stack([compute(t) for t in own]))
+    torch.testing.assert_close(unwrap_stacked(found), torch.stack([compute(t) for t in own]))
 
 
 def test_a_stacked_tensor_says_of_itself_what_that_of_one_client_says() -> None:
@@ -143,7 +143,7 @@ def test_an_attribute_of_the_info_is_what_all_agree_in() -> None:
     with pytest.raises(DifferingError) as found:
         _ = CohortInfo(infos(1, 0, 1)).cluster
     assert found.value.values == [1, 0, 1]
-    assert raw(CohortInfo(infos(0, 0)).examples).tolist() == [10, 11]
+    assert unwrap_stacked(CohortInfo(infos(0, 0)).examples).tolist() == [10, 11]
 
 
 def test_a_draw_is_what_each_client_draws_alone() -> None:
@@ -152,7 +152,7 @@ def test_a_draw_is_what_each_client_draws_alone() -> None:
     def draw(g: torch.Generator, n: int) -> Tensor:
         return torch.rand(n, 2, generator=g)
 
-    found = raw((CohortKey(keys) / "noise").draw(draw, stack(torch.tensor([3, 1, 2]))))
+    found = unwrap_stacked((CohortKey(keys) / "noise").draw(draw, stack(torch.tensor([3, 1, 2]))))
     for k, n in enumerate((3, 1, 2)):
         assert torch.equal(found[k, :n], (keys[k] / "noise").draw(draw, n))
         assert not found[k, n:].any()
@@ -168,7 +168,7 @@ def test_trees_of_clients_are_stacked_where_they_differ_and_split_again() -> Non
     assert found["base"] is shared
     assert all(tree.equal(a, b) for a, b in zip(split_clients(found, K), trees, strict=True))
     some = select_clients(found, [2, 0])
-    assert raw(some["w"])[:, 0, 0].tolist() == [2, 0]
+    assert unwrap_stacked(some["w"])[:, 0, 0].tolist() == [2, 0]
     with pytest.raises(UnsupportedError, match="differ in form"):
         stack_clients([{"w": torch.ones(2)}, {"w": torch.ones(3)}])
 
@@ -235,7 +235,7 @@ def test_what_has_no_rule_between_verbs_costs_no_training(caplog: pytest.LogCapt
 def test_a_rule_that_is_wrong_is_found_by_a_client_alone(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(RULES, torch.square, lambda t: stack(raw(t) * 2))
+    monkeypatch.setitem(RULES, torch.square, lambda t: stack(unwrap_stacked(t) * 2))
 
     @dataclass(frozen=True)
     class Squared(METHODS["fedavg"]):  # type: ignore[misc]

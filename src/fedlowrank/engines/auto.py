@@ -92,7 +92,7 @@ class Auto(Engine):
         """See the base class."""
         return self.chosen is not None and self.chosen.has_cohorts
 
-    def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
+    def choose_for_run(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
         """See the base class."""
         kind, reason = choose_engine(method, federation, clients, self.micro_batch)
         if earlier and (earlier == Vectorized.name) != (kind is Vectorized):
@@ -105,7 +105,7 @@ class Auto(Engine):
     ) -> Generator[ClientResult, None, None]:
         """See the base class."""
         if self.chosen is None:
-            self.settle(method, federation, len(jobs), "")
+            self.choose_for_run(method, federation, len(jobs), "")
         assert self.chosen is not None
         if self.reason:
             # only where clients train: a run may also be opened to be read

@@ -117,7 +117,7 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release processes and buffers; the engine can be used again."""
 
-    def settle(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
+    def choose_for_run(self, method: AnyMethod, federation: Federation, clients: int, earlier: str) -> str:
         """Choose what a run needs to know to end with the same bits on another machine.
 
         Args:

@@ -58,7 +58,7 @@ class Server:
 
     w: PenalizedModel
     gamma: Params
-    each: dict[str, Params]
+    gamma_by_client: dict[str, Params]
 
 
 @tree
@@ -157,23 +157,25 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
         mean = {"w": Mean(widen(upload))}
-        return mean if self.memory_efficient else {**mean, "each": Each(upload)}
+        return mean if self.memory_efficient else {**mean, "replies": Each(upload)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         like = view.task.common_model(self.title).initial
         w, mean_w = widen(server.w.dense(like)), total["w"]
-        each, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
+        gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
         if not self.memory_efficient:
-            each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
-            for i, w_i in total["each"].items():
-                each[str(i)] = add(each[str(i)], sub(w, w_i), 1 / self.eta_g)
-            gamma = mean(each.values(), [1.0] * len(each))
+            gamma_by_client = {
+                str(c.id): server.gamma_by_client.get(str(c.id), zeros_like(w)) for c in view.task.clients
+            }
+            for i, w_i in total["replies"].items():
+                gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.eta_g)
+            gamma = mean(gamma_by_client.values(), [1.0] * len(gamma_by_client))
         new = apply_prox(
             add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude, like
         )
         warn_if_all_zero(self.title, server.w, new, view.round)
-        return Server(new, gamma, each)
+        return Server(new, gamma, gamma_by_client)
 
     def client_model(self, state: Client, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""

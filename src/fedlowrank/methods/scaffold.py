@@ -87,11 +87,11 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         y = view.train(
             supervised_loss(view.model), down.model, "local", self.optimizer, proximal_term=correction
         )
-        way = self.optimizer.total_rate(view.round, view.steps("local"))
-        if way == 0:
+        total_rate = self.optimizer.total_rate(view.round, view.steps("local"))
+        if total_rate == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
         # the client adds what it sends, so that both sides hold the same sum
-        change = map_leaves(lambda x, end, c: (x - end) / way - c, widen(down.model), y, down.control)
+        change = map_leaves(lambda x, end, c: (x - end) / total_rate - c, widen(down.model), y, down.control)
         return add(state, change), Controlled(sub(y, down.model), change)
 
     def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:

@@ -145,10 +145,10 @@ class NetworkRun(Run):
         """The stamp of the state that a client builds on."""
         return self.state.clients.get(info.id, {"stamp": 0})
 
-    def step(self, losses: Any = None) -> RoundRecord:
+    def step(self, lost_replies: Any = None) -> RoundRecord:
         """Run one round."""
         self._prepare()
-        record = super().step(losses)
+        record = super().step(lost_replies)
         for client in self.engine.reset_clients:
             logger.info("client %d has lost its state, and starts again", client)
             # unless it trained again in this round, it counts as a client that never took part
@@ -196,7 +196,7 @@ class NetworkRun(Run):
                 raise
             for client, reason in faulty.items():
                 self.engine.refuse(RefusedReplyError(client, reason), view.round)
-                results.drop(client, reason)
+                results.discard_reply(client, reason)
         return self.engine.boundary(server)
 
     def evaluation(self) -> Block | None:

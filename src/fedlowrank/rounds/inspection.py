@@ -130,7 +130,7 @@ class Inspection:
         """How many of the replies that are left may be hostile."""
         return max(0, hostile_count(self.trust.robust.hostile, count) - refused)
 
-    def settle(
+    def judge_round(
         self, found: RoundResults, contribute: Contribute, server: Any, key: Key
     ) -> dict[str, dict[str, float]]:
         """Add what the replies of a round contribute that have waited for each other.
@@ -163,15 +163,15 @@ class Inspection:
             counts.update(zip(chosen, self._counts(infos, list(chosen)).tolist(), strict=True))
             return chosen
 
-        def weighed(info: ClientInfo, upload: Any) -> Any:
-            return self.weighed(contribute(info, upload), weights[info.id] / counts[info.id], len(used))
+        def contribute_weighted(info: ClientInfo, upload: Any) -> Any:
+            return self.reweight(contribute(info, upload), weights[info.id] / counts[info.id], len(used))
 
-        found.contribute_together(judge, weighed)
+        found.contribute_together(judge, contribute_weighted)
         if self.trust.robust.rule not in WEIGHING:
             return {}
         return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
 
-    def weighed(self, contribution: Any, weight: float, count: int) -> Any:
+    def reweight(self, contribution: Any, weight: float, count: int) -> Any:
         """What a reply contributes under the rule.
 
         Args:

@@ -78,9 +78,9 @@ class RoundResults:
 
     Args:
         clients: who takes part.
-        losses: replies that are lost whatever happens, by client, with the reason.
+        lost_replies: replies that are lost whatever happens, by client, with the reason.
         unlucky: clients whose reply is lost unless it is lost for another reason.
-        drop: whether a client whose training diverged is left out; otherwise its error is raised.
+        drop_diverged: whether a client whose training diverged is left out; otherwise its error is raised.
         store: an empty one, for the states of clients.
         aggregator: of their contributions.
         timing: of the round by the simulated clock.
@@ -100,15 +100,15 @@ class RoundResults:
     def __init__(
         self,
         clients: Sequence[ClientInfo],
-        losses: Mapping[str, str],
+        lost_replies: Mapping[str, str],
         unlucky: Set[int],
-        drop: bool,
+        drop_diverged: bool,
         store: ClientStore,
         aggregator: Aggregator,
         timing: RoundTiming,
         wait: bool = False,
     ) -> None:
-        self._losses, self._unlucky, self._drop = losses, unlucky, drop
+        self._lost_replies, self._unlucky, self._drops_diverged = lost_replies, unlucky, drop_diverged
         self._states, self._waiting = store, dict[int, Any]()
         self.aggregator, self.timing = aggregator, timing
         self._infos = {info.id: info for info in clients}
@@ -212,9 +212,9 @@ class RoundResults:
             if reason is not None:
                 self.aggregator.skip(client)
             if reason:
-                self.drop(client, reason)
+                self.discard_reply(client, reason)
 
-    def drop(self, client: int, reason: str) -> None:
+    def discard_reply(self, client: int, reason: str) -> None:
         """Lose a reply after all."""
         self.lost[str(client)] = reason
         self.arrived.discard(client)
@@ -242,10 +242,10 @@ class RoundResults:
 
     def _reason_lost(self, info: ClientInfo, result: ClientResult) -> str | None:
         missed = self.timing.add(info.id, self.volume.of(info.id), result.meter.flops)
-        if result.error is not None and result.lost is None and not self._drop:
+        if result.error is not None and result.lost is None and not self._drops_diverged:
             raise result.error
-        if str(info.id) in self._losses:
-            return self._losses[str(info.id)]
+        if str(info.id) in self._lost_replies:
+            return self._lost_replies[str(info.id)]
         if result.lost is not None:
             if result.diverged:
                 self.not_finite[info.id] = result.lost

@@ -31,7 +31,7 @@ from ..training.flops import forward_flops
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
 from .inspection import Inspection, aggregator_of
-from .participation.communication import Volume, lost_replies
+from .participation.communication import Volume, draw_lost_replies
 from .participation.devices import DeviceClock, RoundTiming
 from .participation.participants import Participants
 from .participation.unequal_sampling import check_weights, next_losses
@@ -126,7 +126,7 @@ class Run:
             check_weights(method, self.task, settings.sampling)
         method = average_statistics(method, self.task, settings)
         count = round(draws.expected)
-        chosen = engine.settle(method, self.federation, count, plan.engine)
+        chosen = engine.choose_for_run(method, self.federation, count, plan.engine)
         self.plan = Plan(plan.interval, None if self.budget is None else self.budget.noise, chosen)
         self.method = protect(
             method, self.task, self.trust, self.budget, expected=draws.expected, deployed=self.is_deployed
@@ -223,11 +223,11 @@ class Run:
             for (row, i), more in zip(rows, hostile, strict=True)
         ]
 
-    def step(self, losses: Mapping[str, str] | None = None) -> RoundRecord:
+    def step(self, lost_replies: Mapping[str, str] | None = None) -> RoundRecord:
         """One round. The run changes only if it succeeds as a whole.
 
         Args:
-            losses: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
+            lost_replies: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
                 over a run again that lost replies.
         """
         t, clock = self.round, Clock()
@@ -242,12 +242,12 @@ class Run:
                 sent.add(info.id, down)
                 return ClientJob(self.state_of(info), down, info)
 
-            unlucky = lost_replies(
+            unlucky = draw_lost_replies(
                 [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
             )
             results = RoundResults(
                 infos,
-                losses or {},
+                lost_replies or {},
                 unlucky,
                 self.settings.on_nan == "drop",
                 self.state.clients.empty(),
@@ -267,7 +267,7 @@ class Run:
             observed = {}
             if self.inspection is not None:
                 key = self.federation.key / "attack" / t
-                observed = self.inspection.settle(results, self.contribute, self.state.server, key)
+                observed = self.inspection.judge_round(results, self.contribute, self.state.server, key)
             server = self._server_step(results, t)
         self._warn_of_dropped(results)
         self.unsaved |= results.arrived
@@ -293,7 +293,7 @@ class Run:
         )
         if t == 0:
             self.plan_evaluations(record.flops)
-        return self._evaluated(record, clock)
+        return self._add_evaluation(record, clock)
 
     def _warn_of_dropped(self, results: RoundResults) -> None:
         """Name once each client whose reply is left out because it is not finite."""
@@ -348,7 +348,7 @@ class Run:
             # nothing of the round counts, so no client keeps a state of it
             logger.warning("round %d gives nothing: %s", t + 1, reason)
             for client in sorted(results.arrived):
-                results.drop(client, reason)
+                results.discard_reply(client, reason)
         if total is None:
             total = total_without_replies(self.method)
         if total is None:
@@ -404,11 +404,11 @@ class Run:
 
     def start(self) -> RoundRecord:
         """The record of round 0: the models before any training."""
-        return self._evaluated(RoundRecord(round=0), Clock())
+        return self._add_evaluation(RoundRecord(round=0), Clock())
 
     def evaluate_last(self, record: RoundRecord) -> RoundRecord:
         """The record of a round that turned out to be the last one, evaluated."""
-        found = self._evaluated(record, clock := Clock())
+        found = self._add_evaluation(record, clock := Clock())
         seconds, cpu = {**record.seconds, **clock.wall}, {**record.cpu_seconds, **clock.cpu}
         return dataclasses.replace(found, seconds=seconds, cpu_seconds=cpu)
 
@@ -433,7 +433,7 @@ class Run:
             return record
         return dataclasses.replace(record, observed={**record.observed, "backdoor": {"success": rate}})
 
-    def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
+    def _add_evaluation(self, record: RoundRecord, clock: Clock) -> RoundRecord:
         if self.excluded_from_means and self.is_due():
             record = dataclasses.replace(record, excluded_from_means=sorted(self.excluded_from_means))
         found = None

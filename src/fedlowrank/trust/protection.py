@@ -165,7 +165,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         inner, upload = check_pair(self.inner, found)
         definition = self._update(down.message, view.info)
         reference = definition.reference
-        upload, within = self._clipped(upload, definition, down)
+        upload, within = self._clip_update(upload, definition, down)
         if self.trust.privacy.kind == "local":
             upload = self._with_local_noise(upload, reference, down, view)
         if not self._stages:
@@ -183,7 +183,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             compressed = compress(self._stages, tree.cast_like(update, like), key)
         return ClientState(inner, residual), Upload(rest, compressed, within)
 
-    def _clipped(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
+    def _clip_update(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
         bound = self.trust.clipping.norm if down.clip is None else down.clip
         if bound is None:
             return upload, None
@@ -270,7 +270,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             clip = next_clip(clip, share, self.trust.clipping.quantile or 0.5, self.trust.clipping.rate)
             total = total["method"]
         if self.is_central:
-            total = self._noised(server, total["sum"], noise, view)
+            total = self._add_noise(server, total["sum"], noise, view)
             view = dataclasses.replace(view, replied=(), planned=self.expected / len(view.task.clients))
         elif self.trust.privacy.kind == "local":
             view = dataclasses.replace(view, replied=[_unweighted(client) for client in view.replied])
@@ -290,7 +290,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         """Where noise comes from."""
         return "system" if self.system else key / "noise"
 
-    def _noised(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
+    def _add_noise(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
         """The total of the method: the reference's contribution, plus noised sum over expected number."""
         first = view.task.clients[0]
         base = self._base(self.inner.download(server.inner, first), first, server)

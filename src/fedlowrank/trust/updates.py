@@ -41,7 +41,7 @@ class Product:
     right: Tensor
 
 
-Block = Tensor | Product
+UpdatePart = Tensor | Product
 
 
 def update_with_dense_reference(method: AnyMethod, down: Any, client: ClientInfo, task: Task) -> Update:
@@ -150,7 +150,7 @@ def with_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> An
     return replace_numbers(upload, numbers)
 
 
-def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True) -> dict[str, Block]:
+def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True) -> dict[str, UpdatePart]:
     """The effective update, in float64: a tensor or a product for each part, by path.
 
     Args:
@@ -161,7 +161,7 @@ def blocks(upload: Any, reference: Any, scale: float, *, effective: bool = True)
     """
     if not effective:
         return {path: u.double() for path, u in update_of(upload, reference).items()}
-    found: dict[str, Block] = {}
+    found: dict[str, UpdatePart] = {}
     for path, part, ref in parts(upload, reference):
         bases = products_of(ref)
         for k, pair in enumerate(products_of(part)):
@@ -193,7 +193,7 @@ def _factors(pair: Pair, scale: float) -> tuple[Tensor, Tensor]:
     return pair.b.detach().double() * scale, pair.a.detach().double()
 
 
-def inner(x: Mapping[str, Block], y: Mapping[str, Block]) -> float:
+def inner(x: Mapping[str, UpdatePart], y: Mapping[str, UpdatePart]) -> float:
     """Inner product of two effective updates.
 
     Raises:
@@ -211,20 +211,20 @@ def inner(x: Mapping[str, Block], y: Mapping[str, Block]) -> float:
         elif isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
             total += float((one * other).sum())
         elif isinstance(one, Product) and isinstance(other, Tensor) and other.ndim >= 2:
-            total += _mixed(one, other)
+            total += _inner_with_dense(one, other)
         elif isinstance(one, Tensor) and isinstance(other, Product) and one.ndim >= 2:
-            total += _mixed(other, one)
+            total += _inner_with_dense(other, one)
         else:
             raise TreeError(f"updates of other forms at {path}")
     return total
 
 
-def _mixed(product: Product, dense: Tensor) -> float:
+def _inner_with_dense(product: Product, dense: Tensor) -> float:
     """Inner product of a product and a tensor, whose trailing dimensions count as one."""
     return float(((product.left.mT @ dense.flatten(1)) * product.right).sum())
 
 
-def gram(updates: list[dict[str, Block]]) -> Tensor:
+def gram(updates: list[dict[str, UpdatePart]]) -> Tensor:
     """The inner products of effective updates ``[n, n]``, float64."""
     n = len(updates)
     found = torch.zeros(n, n, dtype=torch.float64)
@@ -270,12 +270,12 @@ def shrink(
     if math.isnan(size) or size <= bound:
         return upload, size
     t = squares.way_to(bound)
-    clipped = along(upload, reference, t)
+    clipped = move_along(upload, reference, t)
     margin = 1e-15
     while (rounded := norm(clipped, reference, scale, effective=effective)) > bound:
         # rounding to the type of the upload took it a little too far
         t, margin = t * bound / rounded * (1 - margin), 10 * margin
-        clipped = along(upload, reference, t)
+        clipped = move_along(upload, reference, t)
     return clipped, size
 
 
@@ -330,7 +330,7 @@ class _Squares:
         return low
 
 
-def along(upload: Any, reference: Any, t: float) -> Any:
+def move_along(upload: Any, reference: Any, t: float) -> Any:
     """The upload at x₀ + t(x - x₀); of a factored matrix, u and v stay and s becomes t²s."""
     numbers: Params = {}
     for path, part, ref in parts(upload, reference):

@@ -82,10 +82,10 @@ def weigh_clusters(
 ) -> Tensor:
     """θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
 
-    def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
+    def summed_loss(parts: dict[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
         return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
 
-    sums = [view.total(lost, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
+    sums = [view.total(summed_loss, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
     losses, weight = torch.stack([total for total, _ in sums]), sums[0][1]
     return (-router.lr * router.temperature * losses / torch.where(weight > 0, weight, 1.0)).to(theta)
 

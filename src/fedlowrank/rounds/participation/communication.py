@@ -61,7 +61,7 @@ class Volume:
         return sum(self._sizes.values(), PayloadSize())
 
 
-def lost_replies(clients: list[int], rate: float, key: Key) -> set[int]:
+def draw_lost_replies(clients: list[int], rate: float, key: Key) -> set[int]:
     """The clients whose reply is lost, each with probability ``rate``."""
     if rate == 0:
         return set()

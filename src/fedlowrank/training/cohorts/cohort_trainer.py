@@ -19,7 +19,14 @@ from ..cohort import train_cohort
 from ..feed import BufferPool
 from ..stacked import Stacked, UnsupportedError, stack, with_rows
 from ..trainer import LocalTrainer, all_finite, check_finite
-from .control_flow import agreed, expanded, raw, select_clients, split_clients, stack_clients
+from .control_flow import (
+    expand_to_clients,
+    require_agreement,
+    select_clients,
+    split_clients,
+    stack_clients,
+    unwrap_stacked,
+)
 
 T = TypeVar("T")
 
@@ -135,7 +142,7 @@ class CohortTrainer:
         first, name = self._locals[0], request.name
         if request.kept is not None:
             # its state counts the steps
-            agreed([local.steps(name) for local in self._locals])
+            require_agreement([local.steps(name) for local in self._locals])
         if first.model.couples or not first.is_standard(request):
             if first.data.loss.is_own:
                 self._memory.log(name, f"the loss {first.data.loss.kind} is code of your own")
@@ -159,14 +166,14 @@ class CohortTrainer:
         clients = len(self._locals)
 
         def own(t: Tensor) -> Tensor:
-            return expanded(t, clients).detach().clone(memory_format=torch.contiguous_format)
+            return expand_to_clients(t, clients).detach().clone(memory_format=torch.contiguous_format)
 
         start = tree.map_leaves(own, request.start)
-        constants = tree.map_leaves(lambda t: expanded(t, clients), request.constants)
+        constants = tree.map_leaves(lambda t: expand_to_clients(t, clients), request.constants)
         term = request.proximal_term
         if term is not None and (term.center is not None or term.linear is not None):
             center, linear = (
-                None if v is None else tree.map_leaves(lambda t: expanded(t, clients), v)
+                None if v is None else tree.map_leaves(lambda t: expand_to_clients(t, clients), v)
                 for v in (term.center, term.linear)
             )
             term = ProximalTerm(term.strength, center, linear)
@@ -188,11 +195,11 @@ class CohortTrainer:
                 request, start=cut(start), constants=cut(constants), proximal_term=some, kept=state
             )
             with with_rows():
-                end, lost = train_cohort(
+                end, loss = train_cohort(
                     self._locals[a:b], whole, self._locals[0].round, self._memory.pool, compare
                 )
             ends.append(tree.canonical(end))
-            losses.append(lost)
+            losses.append(loss)
             kept.append(None if state is None else state.state)
         end = ends[0] if len(ends) == 1 else tree.map_leaves(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
         self._account(request, losses, end)
@@ -300,7 +307,7 @@ def _of_one(request: Request) -> Request:
     """The request of the first client."""
 
     def first(value: Any) -> Any:
-        return tree.map_leaves(lambda t: raw(t)[0] if isinstance(t, Stacked) else t, value)
+        return tree.map_leaves(lambda t: unwrap_stacked(t)[0] if isinstance(t, Stacked) else t, value)
 
     return dataclasses.replace(
         request, start=first(request.start), constants=first(request.constants), proximal_term=None, kept=None

@@ -15,10 +15,10 @@ from ..stacked import Stacked
 from .closeness import is_close
 from .cohort_trainer import PassMemory
 from .cohort_view import CohortInfo
-from .control_flow import expanded, raw, select_clients, split_clients
+from .control_flow import expand_to_clients, select_clients, split_clients, unwrap_stacked
 from .division import divide
 
-Contribute = Callable[[Any, Any], Any]
+ContributeUpload = Callable[[Any, Any], Any]
 """Maps an upload and the info of its client to a contribution: of one client, or of a cohort."""
 
 
@@ -69,7 +69,7 @@ class CohortUploads:
         if self._finite is None:
             finite = torch.ones(self.clients, dtype=torch.bool)
             for t in tree.tensors(self.stacked):
-                own = raw(t)
+                own = unwrap_stacked(t)
                 if not (own.is_floating_point() or own.is_complex()) or not own.numel():
                     continue
                 if isinstance(t, Stacked):
@@ -80,7 +80,7 @@ class CohortUploads:
         return self._finite[place]
 
     def contributions(
-        self, places: Sequence[int], infos: Sequence[ClientInfo], contribute: Contribute
+        self, places: Sequence[int], infos: Sequence[ClientInfo], contribute: ContributeUpload
     ) -> list[CohortContribution]:
         """What clients contribute: of all at once where the method's function allows it.
 
@@ -112,11 +112,11 @@ class CohortUploads:
                 return [self._alone(*member, contribute) for member in members]
         return found
 
-    def _alone(self, place: int, info: ClientInfo, contribute: Contribute) -> CohortContribution:
+    def _alone(self, place: int, info: ClientInfo, contribute: ContributeUpload) -> CohortContribution:
         return CohortContribution([info.id], contribute(self.row(place), info), None)
 
     def _together(
-        self, members: Sequence[tuple[int, ClientInfo]], contribute: Contribute
+        self, members: Sequence[tuple[int, ClientInfo]], contribute: ContributeUpload
     ) -> CohortContribution:
         places, count = [place for place, _ in members], len(members)
         upload = self.stacked
@@ -128,18 +128,25 @@ class CohortUploads:
         def rows(path: str, leaf: Any) -> Any:
             if isinstance(leaf, Each):
                 return Each(split_clients(leaf.value, count))
-            value = tree.map_leaves(lambda t: expanded(t, count), leaf.value)
+            value = tree.map_leaves(lambda t: expand_to_clients(t, count), leaf.value)
             if isinstance(leaf, Sum):
                 return Sum(value, leaf.counts)
             weight = leaf.weight
-            many = raw(weight).double().tolist() if isinstance(weight, Stacked) else [float(weight)] * count
+            many = (
+                unwrap_stacked(weight).double().tolist()
+                if isinstance(weight, Stacked)
+                else [float(weight)] * count
+            )
             weights[path] = many
             return Mean(value, 0.0)
 
         return CohortContribution([info.id for _, info in members], map_contributions(rows, given), weights)
 
     def _is_equal(
-        self, found: Sequence[CohortContribution], member: tuple[int, ClientInfo], contribute: Contribute
+        self,
+        found: Sequence[CohortContribution],
+        member: tuple[int, ClientInfo],
+        contribute: ContributeUpload,
     ) -> bool:
         """Whether a client contributes the same as alone, up to rounding."""
         (own,) = (c for c in found if member[1].id in c.clients)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.contract.method import ClientInfo, Trainer
 from ...core.key import Key
 from ..stacked import UnsupportedError, stack
-from .control_flow import agreed, raw
+from .control_flow import require_agreement, unwrap_stacked
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CohortInfo:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return agreed([getattr(info, name) for info in self.infos])
+        return require_agreement([getattr(info, name) for info in self.infos])
 
 
 class CohortKey:
@@ -71,7 +71,9 @@ class CohortKey:
     def draw(self, f: Callable[[torch.Generator, int], Tensor], count: Any) -> Tensor:
         """See :meth:`fedlowrank.core.key.Key.draw`; rows beyond a client's own number are zero."""
         counts = (
-            [int(n) for n in raw(count).tolist()] if isinstance(count, Tensor) else [count] * len(self._keys)
+            [int(n) for n in unwrap_stacked(count).tolist()]
+            if isinstance(count, Tensor)
+            else [count] * len(self._keys)
         )
         drawn = [f(key.generator(), n) for key, n in zip(self._keys, counts, strict=True)]
         return stack(torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True))

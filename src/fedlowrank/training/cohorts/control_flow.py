@@ -36,7 +36,7 @@ class DifferingError(Exception):
         self.values = list(values)
 
 
-def agreed(values: Sequence[T]) -> T:
+def require_agreement(values: Sequence[T]) -> T:
     """The value that all clients have; raises :class:`DifferingError` if they differ."""
     first = values[0]
     if any(v != first for v in values[1:]):
@@ -44,7 +44,7 @@ def agreed(values: Sequence[T]) -> T:
     return first
 
 
-def raw(t: Tensor) -> Tensor:
+def unwrap_stacked(t: Tensor) -> Tensor:
     """A tensor without its meaning of clients."""
     if not isinstance(t, Stacked):
         return t
@@ -52,14 +52,14 @@ def raw(t: Tensor) -> Tensor:
         return t.as_subclass(Tensor)
 
 
-def expanded(t: Tensor, clients: int) -> Tensor:
+def expand_to_clients(t: Tensor, clients: int) -> Tensor:
     """The tensor of each client ``[K, ...]``; not copied where all share it."""
-    return raw(t) if isinstance(t, Stacked) else t.expand(clients, *t.shape)
+    return unwrap_stacked(t) if isinstance(t, Stacked) else t.expand(clients, *t.shape)
 
 
 def split_clients(value: T, clients: int) -> list[T]:
     """The tree of each client."""
-    columns = [expanded(t, clients).unbind() for t in tree.tensors(value)]
+    columns = [expand_to_clients(t, clients).unbind() for t in tree.tensors(value)]
     return [refill(value, [column[k] for column in columns]) for k in range(clients)]
 
 
@@ -68,7 +68,7 @@ def select_clients(value: T, places: Sequence[int]) -> T:
     index = torch.tensor(places)
 
     def pick(t: Tensor) -> Tensor:
-        return stack(raw(t).index_select(0, index.to(t.device))) if isinstance(t, Stacked) else t
+        return stack(unwrap_stacked(t).index_select(0, index.to(t.device))) if isinstance(t, Stacked) else t
 
     return tree.map_leaves(pick, value)
 
@@ -102,26 +102,26 @@ def _tensors(args: Any) -> Iterator[Any]:
         yield from a if isinstance(a, (tuple, list)) else (a,)
 
 
-def _sharing(rule: Callable[..., Any]) -> Callable[..., Any]:
+def _share_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule to which, outside of steps, a tensor that is not stacked is one that all clients share."""
 
     def shared(*args: Any, **kwargs: Any) -> Any:
         if not has_rows():
-            clients = next(len(raw(a)) for a in _tensors(args) if isinstance(a, Stacked))
-            args = tuple(_stretched(a, clients) for a in args)
+            clients = next(len(unwrap_stacked(a)) for a in _tensors(args) if isinstance(a, Stacked))
+            args = tuple(_stretch(a, clients) for a in args)
         return rule(*args, **kwargs)
 
     return shared
 
 
-def _stretched(a: Any, clients: int) -> Any:
+def _stretch(a: Any, clients: int) -> Any:
     if isinstance(a, (tuple, list)) and any(isinstance(t, Tensor) for t in a):
-        return [_stretched(t, clients) for t in a]
+        return [_stretch(t, clients) for t in a]
     return stack(a.expand(clients, *a.shape)) if isinstance(a, Tensor) and not isinstance(a, Stacked) else a
 
 
-def _converted(t: Any, *args: Any, **kwargs: Any) -> Tensor:
-    args = tuple(raw(a) if isinstance(a, Tensor) else a for a in args)
+def _convert(t: Any, *args: Any, **kwargs: Any) -> Tensor:
+    args = tuple(unwrap_stacked(a) if isinstance(a, Tensor) else a for a in args)
     return stack(plain(t).to(*args, **kwargs)) if isinstance(t, Stacked) else t.to(*args, **kwargs)
 
 
@@ -137,25 +137,25 @@ def _values(t: Any) -> list[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    clients = next(len(raw(t)) for t in (a, b) if isinstance(t, Stacked))
-    left, right = expanded(a, clients), expanded(b, clients)
+    clients = next(len(unwrap_stacked(t)) for t in (a, b) if isinstance(t, Stacked))
+    left, right = expand_to_clients(a, clients), expand_to_clients(b, clients)
     if left.shape != right.shape:
         return False
-    return bool(agreed((left == right).reshape(clients, -1).all(1).tolist()))
+    return bool(require_agreement((left == right).reshape(clients, -1).all(1).tolist()))
 
 
 for _func in (torch.matmul, Tensor.matmul, torch.cat, torch.stack, torch.tensordot, torch.linalg.svd):
-    RULES[_func] = _sharing(RULES[_func])
+    RULES[_func] = _share_constants(RULES[_func])
 
 RULES.update(
     {
-        Tensor.to: _converted,
-        Tensor.__bool__: lambda t: bool(agreed(list(map(bool, _values(t))))),
-        Tensor.__int__: lambda t: int(agreed(list(map(int, _values(t))))),
-        Tensor.__index__: lambda t: int(agreed(list(map(int, _values(t))))),
-        Tensor.__float__: lambda t: float(agreed(list(map(float, _values(t))))),
-        Tensor.item: lambda t: agreed(_values(t)),
-        Tensor.tolist: lambda t: agreed(plain(t).tolist()),
+        Tensor.to: _convert,
+        Tensor.__bool__: lambda t: bool(require_agreement(list(map(bool, _values(t))))),
+        Tensor.__int__: lambda t: int(require_agreement(list(map(int, _values(t))))),
+        Tensor.__index__: lambda t: int(require_agreement(list(map(int, _values(t))))),
+        Tensor.__float__: lambda t: float(require_agreement(list(map(float, _values(t))))),
+        Tensor.item: lambda t: require_agreement(_values(t)),
+        Tensor.tolist: lambda t: require_agreement(plain(t).tolist()),
         torch.equal: _equal,
         Tensor.equal: _equal,
         Tensor.new_zeros: lambda t, *shape, **more: plain(t).new_zeros(*shape, **more),
