@@ -17,7 +17,7 @@ one loss F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's mod
 against the client's concurrent local w and used with the global w received, never with the w_k it sent away.
 v is never replaced by the mixture. Choices: a adapts at every step, with the learning rate of the models
 unless ``optimizer.groups`` gives ``a`` its own; ``adaptive = false`` holds it at ``alpha``. Weight decay acts
-on w and v but not on a; clipping bounds the gradient of all three together. Departure: w is averaged with
+on w and v but not on a; clipping bounds the gradient of all three together. Differences from the paper: w is averaged with
 weights n_k, as FedAvg, where the paper takes the plain mean.
 """
 

@@ -10,7 +10,7 @@ T. Li, S. Hu, A. Beirami, V. Smith. ICML 2021. arXiv:2012.04221, Algorithm 1.
 
 The anchor of the personal model is w^t as received, not the w_k just trained. The pass for w comes first, as
 in the paper, so it sees the examples in FedAvg's order and w is FedAvg's model bit for bit whatever λ; the
-pass for v has an order of its own. Departure: w is averaged with weights n_k, as FedAvg, where the paper
+pass for v has an order of its own. Differences from the paper: w is averaged with weights n_k, as FedAvg, where the paper
 leaves the solver of the global problem open.
 """
 

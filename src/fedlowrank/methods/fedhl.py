@@ -10,7 +10,7 @@ arXiv:2505.18494, Algorithm 1.
     15  W_{t+1}^i ← B^i A^i                                                 server_update, as factors
     17  W_{t+1} ← Σ_i p_i [W_t + (W_{t+1}^i - W_t^{r_i})],  p_i by eq. 15   server_update, Weighing
 
-Settled: r̂_i is the squared norm, relative to ‖W_t‖² (eq. 15 is not free of scale otherwise), summed over
+Choices: r̂_i is the squared norm, relative to ‖W_t‖² (eq. 15 is not free of scale otherwise), summed over
 layers; p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T); W_0 = 0 begins with a random A and B = 0, and
 components that W_t does not fill begin so in later rounds too. On a lossy wire, and for modules in half
 precision, exactly what was sent is subtracted. ``weighing.error = "squared"`` is eq. 15 to the letter, with

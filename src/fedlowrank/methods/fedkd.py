@@ -14,7 +14,7 @@ Compression is the SVD of each weight's update at the smallest rank that keeps a
 share rises linearly from ``energy_start`` to ``energy_end`` over the rounds
 (:func:`fedlowrank.linalg.factored.compress_update`).
 
-Settled: denominators and teachers are detached (each loss moves only its own model; W moves with the
+Choices: denominators and teachers are detached (each loss moves only its own model; W moves with the
 mentee's); *updates* are decomposed, not weights; the update is that of a round (the paper sends the gradient
 of a batch). A client that missed rounds needs the updates of those rounds too: the server keeps them and
 sends all that are missing, or the model itself once that is smaller. The paper's loss on attention maps

@@ -10,8 +10,8 @@ L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai. ICML 2021. arXiv:2102.07078,
 
 The two phases alternate: neither sees gradients of the other's parameters (joint training is FedPer). A
 client infers with the representation as aggregated after the round and its own head h_k. As in the paper's
-experiments, ten epochs train the head and one the representation. Departure: the paper's mean is uniform,
-over clients of equal size; here it is weighted by n_k. Choice: all heads begin with the same initial weights.
+experiments, ten epochs train the head and one the representation. Differences from the paper: the paper's mean is uniform,
+over clients of equal size; here it is weighted by n_k. Choices: all heads begin with the same initial weights.
 """
 
 from __future__ import annotations

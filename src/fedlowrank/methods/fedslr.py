@@ -14,7 +14,7 @@ participation).
 M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every
 weight of two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The
 model is w + p_i; the series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter the gradient explicitly;
-the optimizer's weight decay is part of f_i in both phases. Departures: p_i starts at zero, where the authors'
+the optimizer's weight decay is part of f_i in both phases. Differences from the paper: p_i starts at zero, where the authors'
 code starts it at w^0 (``personal_start``; and there, too, p_i of a normalization layer starts at zero here,
 for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the server (Algorithm 3); with
 ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other designs:

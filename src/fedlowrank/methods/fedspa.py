@@ -23,7 +23,7 @@ first value, of its own for each client, comes from the randomness common to all
 the client sends what it grew, as bits, beside the update. A reply that is lost leaves the old mask on both
 sides. Static masks (α = 0) are never sent.
 
-Settled: a pruned weight may grow again, as in public code. The one where gradients are equal (all zero)
+Choices: a pruned weight may grow again, as in public code. The one where gradients are equal (all zero)
 stays, so nothing moves where nothing is learnt. The gradient comes from one step of plain SGD on a copy that
 starts at zero.
 """

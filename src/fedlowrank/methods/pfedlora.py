@@ -18,7 +18,7 @@ classes): with ReLU on FC1's output it is the paper's *direct dimension reductio
 without ReLU on FC2's output its *matrix decomposition* (heterogeneous models). Where the representation ends
 is the model's to say (``model.split``).
 
-Settled: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale
+Choices: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale
 under partial participation). ``start = "svd"`` begins at the rank-width decomposition of the head of the
 first client's initial model. Clients of one architecture begin with the same initial weights (in the paper
 each draws its own).

@@ -16,7 +16,7 @@ within the round, τη is the sum of the learning rates of the steps, and the me
 the mean of the directions taken, so c_k⁺ is the mean gradient of the round only if a step is η times a
 gradient: momentum, AdamW, groups of other rates and clipping are refused. Weight decay is part of the
 gradient: the objective is F_k + wd/2 ‖y‖², and c_k holds the mean of ∇F_k(y) + wd y. Means are plain, as in
-the paper. Choice: a round in which the learning rate is 0 tells nothing of the gradients and leaves every c_k
+the paper. Choices: a round in which the learning rate is 0 tells nothing of the gradients and leaves every c_k
 as it was.
 """
 

@@ -4,7 +4,7 @@ The lower bar of every comparison (``Local`` in FedSLR, Huang et al.; ``Standalo
 
     client k, each round:   θ_k ← SGD on F_k from θ_k, E epochs             local_update
 
-Choice: the clients that the protocol samples train in a round, as in the papers' tables, so that all methods
+Choices: the clients that the protocol samples train in a round, as in the papers' tables, so that all methods
 take equally many local steps; ``everyone = true`` trains all clients in every round. Clients of one
 architecture begin with the same initial weights.
 """
