@@ -275,7 +275,7 @@ def test_a_further_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_network_settings_of_a_local_run_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     file = write(Path())
-    for command in (["run", file], ["compare", file]):
+    for command in (["run", file], ["compare", file], ["tune", file]):
         found = refused(capsys, *command, "network.deadline=5", "run.rounds=1")
         assert "network.deadline=5 does nothing in a run within this process" in found
         assert "--engine flower" in found

@@ -66,14 +66,14 @@ def run(
     experiment.build_method(name)
     if folder.exists() and not force:
         raise RunFolder.taken(folder)
-    _mention_network(experiment, overrides)
+    refuse_network_settings(experiment, overrides)
     federation = experiment.federation()
     _show_data(federation)
     run_method(experiment, name, federation, folder, force)
     return show_run(folder)
 
 
-def _mention_network(experiment: ExperimentConfig, typed: Sequence[str]) -> None:
+def refuse_network_settings(experiment: ExperimentConfig, typed: Sequence[str]) -> None:
     """Refuse network settings that were typed for a run within this process; name those of its file.
 
     A file may be shared with the server and the clients of a network, and simulated first.
@@ -117,7 +117,7 @@ def compare(
         *(("vary",) if vary else ()),
     ]
     refuse_unread_overrides(laid, {"tune": TUNE, **{path: COMPARED[path] for path in named}})
-    _mention_network(base, [*overrides, *(vary or base.vary)])
+    refuse_network_settings(base, [*overrides, *(vary or base.vary)])
     numbers = _parse_seeds(seeds) if seeds else base.seeds or (base.run.seed,)
     out = out or Path("runs") / base.name
     runs = plan_runs(base, methods or base.compared_methods, numbers, vary or base.vary, out, laid)
@@ -204,7 +204,7 @@ def resume(
             "or start a new run in another folder."
         )
     if not (folder / ACCOUNT).exists():
-        _mention_network(experiment, overrides)
+        refuse_network_settings(experiment, overrides)
     if (round is not None or without) and not prepare_resume(folder, round, without):
         return 0
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])

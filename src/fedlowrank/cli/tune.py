@@ -27,7 +27,7 @@ from ..report.tables.text_table import to_rich
 from ..report.tables.tuning_table import tuning_csv, tuning_markdown, tuning_tables
 from ..results.records import RunRecord
 from ..storage.run_folder import RunFolder
-from .commands import run_planned, show_failures, write_comparison
+from .commands import refuse_network_settings, run_planned, show_failures, write_comparison
 from .jobs.parallel import Outcome
 from .terminal import OUT
 
@@ -49,6 +49,7 @@ def tune(
         **({"method": COMPARED["method"]} if experiment.compare else {}),
     }
     refuse_unread_overrides(laid, unread)
+    refuse_network_settings(experiment, overrides)
     out = out or Path("runs") / f"{experiment.name}{TUNED}"
     tuned = tune_experiment(experiment, out, jobs, force)
     if tuned is None:

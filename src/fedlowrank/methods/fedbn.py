@@ -11,7 +11,8 @@ A client infers with θ as aggregated after the round and its own b_k. The runni
 keeps local too, are each client's own in every method of this package
 (:mod:`fedlowrank.models.statistics.normalization`); what FedBN adds are local scales and shifts.
 Differences from the paper: the paper's mean is uniform; here it is weighted by n_k, as for FedAvg. Choices: all b_k
-begin with the common initial weights. ``layers = "all"`` keeps those of group, layer and instance normalization local as well. A model
+begin with the common initial weights.
+``layers = "all"`` keeps those of group, layer and instance normalization local as well. A model
 without such layers is accepted with a remark and not refused: nothing stays at the client, so the run is
 FedAvg's, and one comparison can go over models with and without normalization.
 """
