@@ -680,7 +680,7 @@ def test_a_pass_that_cannot_be_batched_is_trained_client_by_client(
     with caplog.at_level("INFO", "fedlowrank.engines"):
         one, other = (run_of(Varied(change=change), e, on) for e in ("sequential", "vectorized"))
     # the mean is summed in another order
-    torch.testing.assert_close(one.state.server, other.state.server, rtol=0, atol=1e-6)
+    torch.testing.assert_close(one.state.server, other.state.server, rtol=1e-4, atol=1e-5)
     # once for all rounds
     (message,) = [m for m in caplog.messages if m.startswith("engine vectorized")]
     assert "Plain trains one client after another in 'local'" in message

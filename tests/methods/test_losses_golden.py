@@ -44,7 +44,7 @@ CASES: list[tuple[ModuleType, str, tuple[Any, ...]]] = [
     (test_contrast_and_mixture_methods, "test_moon", (1.0, 0.5)),
     (test_clusters, "test_ifca", ("examples",)),
     (test_floral, "test_the_mfl_router_weighs_the_averaged_models", ()),
-    (test_fedslr, "test_fedslr", ({}, {}, True)),
+    (test_fedslr, "test_rounds_are_those_of_the_numpy_reference", ({}, {}, True)),
 ]
 """Tests of a method against its reference, and the arguments before the engine."""
 

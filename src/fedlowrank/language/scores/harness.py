@@ -80,7 +80,7 @@ class HarnessTask(CheckedFields):
             )
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
-        """Score a model; see :meth:`ScoreTask.score`.
+        """Score a model; see :meth:`.score.ScoreTask.score`.
 
         lm_eval seeds the global generators with its own defaults. Afterwards these generators, the mode of
         the model and the padding of the tokenizer are as before.

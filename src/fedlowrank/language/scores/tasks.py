@@ -42,7 +42,7 @@ class DollyTask(CheckedFields):
         check_bounds(self, {"limit": ">= 1"}, "dolly")
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
-        """See :meth:`ScoreTask.score`."""
+        """See :meth:`.score.ScoreTask.score`."""
         columns = ("instruction", "context", "response", *(() if self.category is None else ("category",)))
         records = _read_records(self.path, columns, optional="context")
         if self.category is not None:
@@ -95,7 +95,7 @@ class PerplexityTask(CheckedFields):
             )
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
-        """See :meth:`ScoreTask.score`."""
+        """See :meth:`.score.ScoreTask.score`."""
         columns = [name for name in (self.text, self.instruction, self.input) if name is not None]
         records = _read_records(self.path, columns, self.limit)
         prompts, texts = [""] * len(records), [r[self.text] for r in records]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...data.dataset import Examples
+from ...data.pixels import Pixels
 from ..feed import common_base
 
 POOL = 256 << 20
@@ -18,17 +19,23 @@ POOL = 256 << 20
 def pool_examples(parts: Sequence[Examples]) -> list[Examples]:
     """The examples of each client as views of one tensor of inputs and one of targets.
 
-    They are copied, so that they take twice their memory; larger ones than :data:`POOL`, and inputs that are no tensors of
-    one form, come back as they are.
+    They are copied, so that they take twice their memory; larger ones than :data:`POOL`, and inputs that are neither tensors
+    of one form nor images of one table, come back as they are.
     """
     unchanged, inputs = list(parts), [part.x for part in parts]
+    table = inputs[0].table if isinstance(inputs[0], Pixels) else None
+    if table is not None:
+        inputs = [x.codes for x in inputs if isinstance(x, Pixels) and x.table is table]
     columns: list[list[Any]] = [list(inputs), [part.y for part in parts]]
-    if not all(isinstance(x, torch.Tensor) for x in inputs):
+    if len(inputs) < len(parts) or not all(isinstance(x, torch.Tensor) for x in inputs):
         return unchanged
     if any(len({(t.shape[1:], t.dtype, t.device) for t in column}) > 1 for column in columns):
         return unchanged
     if sum(t.nbytes for column in columns for t in column) > POOL or all(map(common_base, columns)):
         return unchanged
-    ends = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    bounds = list(itertools.accumulate((len(part) for part in parts), initial=0))
     x, y = map(torch.cat, columns)
-    return [Examples(x[a:b], y[a:b]) for a, b in itertools.pairwise(ends)]
+    return [
+        Examples(x[a:b] if table is None else Pixels(x[a:b], table), y[a:b])
+        for a, b in itertools.pairwise(bounds)
+    ]
