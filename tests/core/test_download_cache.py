@@ -48,9 +48,12 @@ def test_a_message_is_what_each_client_alone_is_sent(read: Any, calls: int) -> N
     assert len(made) == calls
 
 
-def test_messages_that_nobody_shares_are_not_kept() -> None:
-    downloads = Downloads(FedAvg(), "server")
-    downloads._method = type("Any", (), {"download": lambda self, server, client: [client.examples]})()  # type: ignore[assignment]
+def test_at_most_so_many_messages_are_kept() -> None:
+    class Sender(FedAvg):
+        def download(self, server: Any, client: Any) -> Any:
+            return [client.examples]
+
+    downloads = Downloads(Sender(), "server")
     for i in range(2 * KEPT):
         assert downloads.to(ClientInfo(i, i, "a")) == [i]
     assert sum(map(len, downloads._known.values())) == KEPT

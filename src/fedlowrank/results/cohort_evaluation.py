@@ -66,16 +66,14 @@ class CohortModels:
 
     def sizes(self) -> list[tuple[dict[str, int], list[float]]]:
         """Of each client the parameter count of every series, and the shares of clusters."""
-        count = len(self._infos)
+        count, names = len(self._infos), [*self.predictors()]
         parts = split_clients(dict(self._made.parts), count)
         routes = split_clients(self._made.routes, count)
         found = []
         for own, shares in zip(parts, routes, strict=True):
             made = ClientModel({}, self._made.series, own, shares)
             local = LocalModel(made, self.model, self._key, self._server)
-            found.append(
-                ({name: local.count_parameters(name) for name in self.predictors()}, local.routes or [])
-            )
+            found.append(({name: local.count_parameters(name) for name in names}, local.routes or []))
         return found
 
     def score(self, sets: int, metrics: Mapping[str, Metric]) -> dict[str, tuple[Tensor, Scores]]:

@@ -184,7 +184,8 @@ class Evaluator:
             except DifferingError:
                 raise
             except Exception:
-                # so it is in the next evaluation, whose models are scored together where they can be
+                # an operation without a rule, or the method's own error, which a client alone raises; the models of the
+                # next evaluation are scored as in other engines
                 self._fits_cohorts = False
                 raise
 
