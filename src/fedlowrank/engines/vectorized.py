@@ -30,7 +30,7 @@ from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trai
 from ..core.errors import NonFiniteError
 from ..data.dataset import Examples
 from ..data.federation import Federation
-from ..training.cohorts.closeness import is_close
+from ..training.cohorts.closeness import full_precision, is_close
 from ..training.cohorts.cohort_trainer import CohortTrainer, PassMemory
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
@@ -149,9 +149,10 @@ class Vectorized(Engine):
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> list[ClientResult]:
         groups: dict[Any, list[_Member]] = {}
+        settings = repr(method)
         for place, job in enumerate(jobs):
             member = _Member(place, job, self.trainer(method, federation, round, job.client))
-            kind = job.client.architecture, tree.form(job.state), tree.form(job.down)
+            kind = settings, job.client.architecture, tree.form(job.state), tree.form(job.down)
             groups.setdefault(kind, []).append(member)
         found: Found = []
         update = partial(self._update, method, federation, task, round)
@@ -173,12 +174,12 @@ class Vectorized(Engine):
         if len(members) < FEW or known is False or stands_alone:
             return [alone(member) for member in members]
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
-        found = divide(members, update, alone, trainer, self._log)
-        if known is None:
+        if known:
+            return divide(members, update, alone, trainer, self._log)
+        with full_precision():
+            found = divide(members, update, alone, trainer, self._log)
             self._is_equal[kind] = self._check(members[-1], dict(found), alone)
-            if not self._is_equal[kind]:
-                return [alone(_fresh(member)) for member in members]
-        return found
+        return found if self._is_equal[kind] else [alone(_fresh(member)) for member in members]
 
     def _update(
         self,
@@ -202,7 +203,7 @@ class Vectorized(Engine):
         state, upload = tree.canonical(keeping.collect(state)), tree.canonical(upload)
         states, kind = (
             split_clients(state, len(members)),
-            (method.title, infos[0].architecture, tree.form(upload)),
+            (repr(method), infos[0].architecture, tree.form(upload)),
         )
         uploads = CohortUploads(upload, len(members), kind, self._memory)
         return [

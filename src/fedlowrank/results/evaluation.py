@@ -20,7 +20,7 @@ from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import ClientData
 from ..data.federation import Federation
 from ..engines.engine import Engine
-from ..training.cohorts.closeness import is_close
+from ..training.cohorts.closeness import full_precision, is_close
 from ..training.cohorts.cohort_view import Cohort
 from ..training.cohorts.control_flow import DifferingError
 from ..training.kept_optimizers import split_optimizers
@@ -197,9 +197,10 @@ class Evaluator:
             if pool is None or model.couples or model.has_hooks or self._cohort_is_equal.get(kind) is False:
                 raise UnsupportedError("models that are evaluated client by client")
             models = CohortModels(self.method, self.task, server, round, some, cohort, pool)
-            with torch.inference_mode():
+            known = self._cohort_is_equal.get(kind)
+            with torch.inference_mode(), contextlib.nullcontext() if known else full_precision():
                 scores = models.score(len(SPLITS), self.metrics)
-                if kind not in self._cohort_is_equal:
+                if known is None:
                     self._cohort_is_equal[kind] = self._is_as_alone(some, scores, model_of)
                     if not self._cohort_is_equal[kind]:
                         raise UnsupportedError("scores that are others for one client alone")
@@ -308,7 +309,7 @@ class Evaluator:
         alone = ScoringPool([getattr(data, split) for split in SPLITS], loss=self.federation.loss)
         own = slice(place * len(SPLITS), (place + 1) * len(SPLITS))
         is_equal = True
-        with first.key.global_generators(data.train.y.device):
+        with first.key.global_generators(data.train.y.device), full_precision():
             before = generator_states()
             found = _measure(models, pool, self.metrics)
             for name, predict in first.predictors.items():

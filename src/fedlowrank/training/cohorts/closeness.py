@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core import tree
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute without TF32, as a comparison must.
+
+    Convolutions on a GPU use it by default, and round by another algorithm for many clients than for one: by 1e-3, as much as
+    a wrong rule might be off. What the user set holds again afterwards.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    if hasattr(torch.backends.cudnn, "conv"):
+        switches = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
+        name, value = "fp32_precision", "ieee"
+    else:  # before PyTorch 2.9
+        switches, name, value = [torch.backends.cudnn, torch.backends.cuda.matmul], "allow_tf32", False
+    before = [getattr(switch, name) for switch in switches]
+    try:
+        for switch in switches:
+            setattr(switch, name, value)
+        yield
+    finally:
+        for switch, was in zip(switches, before, strict=True):
+            setattr(switch, name, was)
 
 
 def is_close(found: Any, expected: Any) -> bool:
