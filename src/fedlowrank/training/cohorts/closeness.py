@@ -22,6 +22,9 @@ def full_precision() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
+    name: str
+    value: str | bool
+    switches: list[Any]
     if hasattr(torch.backends.cudnn, "conv"):
         switches = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
         name, value = "fp32_precision", "ieee"
