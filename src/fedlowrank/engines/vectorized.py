@@ -259,6 +259,4 @@ class Vectorized(Engine):
 
 def _fresh(member: _Member) -> _Member:
     """The client before it was run, with a meter of its own."""
-    old = member.local
-    local = LocalTrainer(old.model, old.models, old.data, old.round, old.ledger, old.micro_batch)
-    return _Member(member.place, member.job, local)
+    return _Member(member.place, member.job, member.local.fresh())

@@ -110,16 +110,19 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         components = [{n: t[c] for n, t in down.items()} for c in range(len(pi))]
 
         def predict(x: Any) -> Tensor:
-            outputs = torch.stack([model.apply(component, x) for component in components])
-            shares = pi.to(outputs).log().reshape(-1, *[1] * (outputs.ndim - 1))
+            # [b, C, ...]
+            outputs = torch.stack([model.apply(component, x) for component in components], 1)
+            shares = pi.to(outputs).reshape(-1, *[1] * (outputs.ndim - 2))
             if task.target is not None and task.loss.is_binary(task.target):
                 # log-odds of the mixture of probabilities
-                yes, no = ((functional.logsigmoid(z) + shares).logsumexp(0) for z in (outputs, -outputs))
+                yes, no = (
+                    (functional.logsigmoid(z) + shares.log()).logsumexp(1) for z in (outputs, -outputs)
+                )
                 return yes - no
             if _is_regression(task, outputs):
-                return (pi.to(outputs) @ outputs.flatten(2).movedim(0, 1)).reshape(outputs.shape[1:])
-            axis = class_axis(outputs[0]) + 1
-            return (outputs.log_softmax(axis) + shares).logsumexp(0)
+                return (outputs * shares).sum(1)
+            axis = class_axis(outputs[:, 0]) + 1
+            return (outputs.log_softmax(axis) + shares.log()).logsumexp(1)
 
         return ClientModel(lambda: components[int(pi.argmax())], {"personal": predict}, routes=pi)
 

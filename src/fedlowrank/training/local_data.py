@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -141,12 +142,27 @@ class LocalData:
             equal_width: whether texts are as wide as in one batch of all examples.
             whole: whether they are a single chunk.
         """
-        n, start = len(self.examples), 0
-        every = torch.arange(n, device=self.examples.y.device)
-        for index in every.tensor_split(1 if whole else -(-n // chunk_size(self.examples))):
-            some = slice(None) if equal_width else slice(start, start + len(index))
-            yield gather(self.examples, index, columns=self._columns(some), loss=self.loss)
-            start += len(index)
+        for places in self.chunk_places(whole):
+            yield self.chunk(places, equal_width)
+
+    def chunk_places(self, whole: bool = False) -> list[slice]:
+        """Where the examples of each chunk lie."""
+        n = len(self.examples)
+        parts = 1 if whole else -(-n // chunk_size(self.examples))
+        size, longer = divmod(n, max(1, parts))
+        ends = [k * size + min(k, longer) for k in range(parts + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+    def chunk(self, places: slice, equal_width: bool = False) -> Batch:
+        """The examples of one chunk."""
+        index = torch.arange(places.start, places.stop, device=self.examples.y.device)
+        columns = self._columns(slice(None) if equal_width else places)
+        return gather(self.examples, index, columns=columns, loss=self.loss)
+
+    def chunk_shape(self, places: slice) -> Size:
+        """What the cost of a chunk depends on, see :func:`size_of`."""
+        columns = self._columns(places)
+        return (places.stop - places.start,) if columns is None else (places.stop - places.start, columns)
 
     @cached_property
     def form(self) -> Any:

@@ -76,6 +76,10 @@ class LocalTrainer:
         self.micro_batch = micro_batch
         self.meter = Meter()
 
+    def fresh(self) -> LocalTrainer:
+        """The same client with a meter of its own."""
+        return LocalTrainer(self.model, self.models, self.data, self.round, self.ledger, self.micro_batch)
+
     def steps(self, name: str) -> int:
         """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
         return self.data.steps(name)
@@ -110,9 +114,10 @@ class LocalTrainer:
         Only then may an engine evaluate the loss once more than the user's own loop would, or for many
         clients at once.
         """
-        return self._is_standard(request.loss, request.precondition, request.prox)
+        return self.has_standard(request.loss, request.precondition, request.prox)
 
-    def _is_standard(self, *functions: Callable[..., Any] | None) -> bool:
+    def has_standard(self, *functions: Callable[..., Any] | None) -> bool:
+        """Whether functions and loss are this package's, and all layers are standard."""
         own = all(
             (getattr(f, "__module__", None) or "").startswith("fedlowrank.")
             for f in functions
@@ -195,7 +200,7 @@ class LocalTrainer:
         sizes: Counter[Size] = Counter()
         params = layout(params)
         kind = self._kind(statistic, params, constants)
-        standard = self._is_standard(statistic)
+        standard = self.has_standard(statistic)
         counting = self._counting(kind, standard)
         draws = (
             contextlib.nullcontext()
@@ -217,6 +222,18 @@ class LocalTrainer:
                 sums = [part if not sums else tree.add(sums[0], part)]
         self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
+
+    def count_total(self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]) -> None:
+        """Enter the cost of :meth:`total` for a statistic of standard layers, without computing the sum."""
+        kind, sizes = self._kind(statistic, params, constants), Counter[Size]()
+        for places in self.data.chunk_places():
+            size = self.data.chunk_shape(places)
+            if not self.ledger.knows(kind, size):
+                batch = self.data.chunk(places)
+                with torch.no_grad(), self.ledger.counting(kind, size):
+                    statistic(params, batch, *constants)
+            sizes[size] += 1
+        self.meter.flops += self.ledger.total(kind, sizes)
 
     def _count_statistics(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from ..cohort import train_cohort
 from ..feed import BufferPool
 from ..stacked import Stacked, UnsupportedError, stack, with_rows
 from ..trainer import LocalTrainer, all_finite, check_finite
+from .closeness import full_precision, is_close
+from .cohort_statistics import total_cohort
 from .control_flow import (
     expand_to_clients,
     require_agreement,
@@ -117,12 +120,13 @@ class CohortTrainer:
         return answer.value
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """See :meth:`fedlowrank.core.contract.method.ClientView.total`; summed client by client."""
+        """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
 
         def compute() -> VerbAnswer:
-            given = split_clients((params, constants), len(self._locals))
-            found = [local.total(statistic, *own) for local, own in zip(self._locals, given, strict=True)]
-            return VerbAnswer(stack_clients(found))
+            found = self._total_together(statistic, params, constants)
+            return VerbAnswer(
+                self._total_one_by_one(statistic, params, constants) if found is None else found
+            )
 
         value: T = self._next(compute).value
         return value
@@ -131,6 +135,37 @@ class CohortTrainer:
         """Steps of a pass: a number, or where the clients differ a number of each, float64 ``[K]`` to compute with."""
         found = [local.steps(name) for local in self._locals]
         return found[0] if len(set(found)) == 1 else stack(torch.tensor(found, dtype=torch.float64))
+
+    def _total_one_by_one(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        given = split_clients((params, constants), len(self._locals))
+        return stack_clients(
+            [local.total(statistic, *own) for local, own in zip(self._locals, given, strict=True)]
+        )
+
+    def _total_together(
+        self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
+    ) -> Any | None:
+        """The sums of all clients in one pass; None where each must be computed alone."""
+        last, clients = self._locals[-1], len(self._locals)
+        kind = "total", code_of(statistic), tree.form((params, constants), plain=False)
+        known = self._memory.supported.get(kind)
+        if known is False or clients == 1 or last.model.couples or not last.has_standard(statistic):
+            return None
+        given = split_clients((params, constants), clients)
+        try:
+            with contextlib.nullcontext() if known else full_precision():
+                found = total_cohort(self._locals, statistic, params, constants)
+                if not known:
+                    alone = last.fresh().total(statistic, *given[-1])
+                    self._memory.supported[kind] = is_close(split_clients(found, clients)[-1], alone)
+        except Exception as reason:  # noqa: BLE001 - a client alone raises the statistic's own error, if it is one
+            self._memory.supported[kind] = False
+            self._memory.log("total", reason)
+        if not self._memory.supported[kind]:
+            return None
+        for local, own in zip(self._locals, given, strict=True):
+            local.count_total(statistic, *own)
+        return found
 
     def _next(self, compute: Callable[[], VerbAnswer]) -> VerbAnswer:
         place = len(self.answers)
