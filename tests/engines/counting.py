@@ -22,8 +22,8 @@ class Counting(Vectorized):
         sizes = self.sizes
 
         class CountingTrainer(CohortTrainer):
-            def _together(self, request: Any, compare: bool) -> Any:
-                sizes.append(len(self._locals))
-                return super()._together(request, compare)
+            def _together(self, *args: Any) -> Any:
+                sizes.append(len(self.locals_))
+                return super()._together(*args)
 
         self.cohort_trainer = CountingTrainer  # type: ignore[misc]  # of this engine alone

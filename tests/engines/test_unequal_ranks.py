@@ -1,4 +1,4 @@
-"""Clients of unequal LoRA ranks give the results of sequential training; those of one rank are trained together."""
+"""Clients of unequal LoRA ranks are trained together and give the results of sequential training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OPTIMIZERS = {
         ("hetlora", "kept momentum", "equal", small),
     ],
 )
-def test_clients_of_one_rank_are_trained_together_and_each_is_what_it_is_alone(
+def test_clients_of_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
     name: str, optimizer: str, scaling: Any, make: Any
 ) -> None:
     on = federation(make)
@@ -85,8 +85,10 @@ def test_clients_of_one_rank_are_trained_together_and_each_is_what_it_is_alone(
         a, b = one.step(), other.step()
         assert (a.steps, a.flops, a.bytes_up) == (b.steps, b.flops, b.bytes_up)
         assert b.loss == pytest.approx(a.loss, abs=1e-5)
-    # states of optimizers count steps, and these two clients take other numbers
-    assert engine.sizes == ([] if optimizer == "kept momentum" else [RANKS.count(4)] * 2)
+    # states of optimizers count steps, and these clients take other numbers; one client's scale is the
+    # module's own, which is no constant of the pass
+    joint = len(RANKS) - (scaling == "alpha")
+    assert engine.sizes == ([] if optimizer == "kept momentum" else [joint] * 2)
     for info in on.infos:
         a, b = one.personal(info), other.personal(info)
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5
@@ -104,7 +106,7 @@ def test_residuals_of_unequal_ranks() -> None:
     one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))
     for _ in range(3):
         one.step(), other.step()
-    assert engine.sizes == [2, 2, 2]
+    assert engine.sizes == [5, 5, 5]
     for info in on.infos:
         a, b = one.personal(info), other.personal(info)
         assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5

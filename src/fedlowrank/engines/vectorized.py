@@ -17,6 +17,7 @@ cohort's, clients of that kind run one after another, and the log says so.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
@@ -26,19 +27,21 @@ from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Request, Task, Trainer
 from ..core.errors import NonFiniteError
 from ..data.dataset import Examples
 from ..data.federation import Federation
 from ..training.cohorts.closeness import full_precision, is_close
-from ..training.cohorts.cohort_trainer import CohortTrainer, PassMemory
+from ..training.cohorts.cohort_trainer import CohortTrainer, PassAskedError, PassMemory
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
-from ..training.cohorts.control_flow import split_clients, stack_clients
+from ..training.cohorts.control_flow import DifferingError, split_clients, stack_clients
 from ..training.cohorts.division import divide
+from ..training.cohorts.joint_passes import train_jointly
 from ..training.cohorts.pooled_examples import pool_examples
 from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
+from ..training.stacked import without_rows
 from ..training.trainer import LocalTrainer, Meter
 from .engine import ClientJob, ClientResult, Engine, client_key
 
@@ -157,15 +160,62 @@ class Vectorized(Engine):
         found: Found = []
         update = partial(self._update, method, federation, task, round)
         alone = partial(self._alone, method, federation, task, round)
+        by_architecture: dict[Any, list[tuple[Any, list[_Member]]]] = {}
         for kind, members in groups.items():
             # clients with the most steps first, in every pass
             members = sorted(members, key=lambda m: -len(m.local.data.examples))
             size = 2 * (tree.nbytes(members[0].job.state) + tree.nbytes(members[0].job.down))
             parts = -(-len(members) * size // ROOM) or 1
             bounds = [len(members) * k // parts for k in range(parts + 1)]
-            for a, b in itertools.pairwise(bounds):
-                found += self._run_cohort(kind, members[a:b], update, alone)
+            cut = [(kind, members[a:b]) for a, b in itertools.pairwise(bounds)]
+            by_architecture.setdefault(kind[1], []).extend(cut)
+        for cohorts in by_architecture.values():
+            everyone = [m for _, members in cohorts for m in members]
+            if len({m.job.client.rank for m in everyone}) > 1 and len(everyone) >= FEW:
+                found += self._run_unequal_ranks(cohorts, update, alone)
+                continue
+            for kind, members in cohorts:
+                found += self._run_cohort(kind, members, update, alone)
         return [result for _, result in sorted(found, key=lambda pair: pair[0])]
+
+    def _run_unequal_ranks(self, cohorts: list[tuple[Any, list[_Member]]], update: Any, alone: Any) -> Found:
+        """The results of cohorts that differ in rank: each is called by itself, and their passes are trained as one."""
+        found: Found = []
+        waiting: list[tuple[list[_Member], CohortTrainer]] = []
+        for kind, members in cohorts:
+            if self._is_equal.get(kind) is False or not all(m.is_standard for m in members[0].local.models):
+                found += [alone(member) for member in members]
+            else:
+                locals_ = [m.local for m in members]
+                waiting.append((members, self.cohort_trainer(locals_, self._memory, joins=True)))
+        is_known = all(self._is_equal.get(kind) for kind, _ in cohorts)
+        with contextlib.nullcontext() if is_known else full_precision():
+            while waiting:
+                asked: list[tuple[list[_Member], CohortTrainer, Request]] = []
+                parts: list[tuple[list[_Member], CohortTrainer]] = []
+                for members, trainer in waiting:
+                    try:
+                        with without_rows():
+                            found += update(members, trainer)
+                    except PassAskedError as pass_:
+                        asked.append((members, trainer, pass_.request))
+                    except DifferingError as differs:
+                        own = differs.parts().values()
+                        parts += [([members[k] for k in places], trainer.part(places)) for places in own]
+                    except Exception:  # noqa: BLE001 - divide finds out what it means
+                        found += divide(members, update, alone, trainer.again(), self._log)
+                answers = train_jointly([t for _, t, _ in asked], [r for _, _, r in asked])
+                waiting = parts + [
+                    (members, trainer.again([answer], joins=True))
+                    for (members, trainer, _), answer in zip(asked, answers, strict=True)
+                ]
+            results = dict(found)
+            for kind, members in cohorts:
+                if kind not in self._is_equal:
+                    self._is_equal[kind] = self._check(members[-1], results, alone)
+                if not self._is_equal[kind]:
+                    results |= [alone(_fresh(member)) for member in members]
+        return [*results.items()]
 
     def _run_cohort(self, kind: Any, members: list[_Member], update: Any, alone: Any) -> Found:
         """The results of clients of one kind, called at once if that gives what each gives alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from torch import Tensor
@@ -78,6 +78,21 @@ class KeptState:
 
 
 @dataclass(frozen=True)
+class PaddedDimensions:
+    """Dimensions in which clients differ and which zeros may pad without changing loss or gradients.
+
+    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and Adam leave them 0.
+
+    Attributes:
+        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
+        constants: likewise of ``constants``, whose first part is ``/0``.
+    """
+
+    start: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Request:
     """One call of :meth:`ClientView.train`, which describes the arguments.
 
@@ -90,6 +105,7 @@ class Request:
         precondition: of the gradient, or None.
         prox: after each step, or None.
         proximal_term: of the loss, or None.
+        padded: dimensions in which clients may differ and are trained together all the same.
         kept: where the optimizer's state comes from and goes to; None if it starts afresh and is not kept.
     """
 
@@ -101,6 +117,7 @@ class Request:
     precondition: Callable[..., Any] | None
     prox: Callable[..., Any] | None
     proximal_term: ProximalTerm | None = None
+    padded: PaddedDimensions = PaddedDimensions()
     kept: KeptState | None = None
 
 
@@ -151,6 +168,7 @@ class ClientView:
         precondition: Callable[..., T] | None = None,
         prox: Callable[..., T] | None = None,
         proximal_term: ProximalTerm | None = None,
+        padded: PaddedDimensions = PaddedDimensions(),
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
@@ -168,6 +186,7 @@ class ClientView:
                 half precision all of it is in float32, and a step with its prox is rounded once.
             proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
                 before the rest.
+            padded: dimensions in which clients differ, such as the LoRA rank, and are trained together all the same.
 
         Returns:
             The trained tree, detached and contiguous.
@@ -183,7 +202,7 @@ class ClientView:
         if prox is not None:
             check_function("prox", prox, ("params", "lr"), constants)
         end: T = self.trainer.train(
-            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term)
+            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
         )
         return end
 

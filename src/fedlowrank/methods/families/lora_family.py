@@ -19,12 +19,12 @@ from ...adapters.lora.rank_limits import describe_lowered_ranks
 from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
-from ...core.contract.method import Batch, ClientInfo, ClientView, Task
+from ...core.contract.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
 from ...core.contract.model import Model
 from ...core.errors import LoweredRankWarning, TaskError, warn_user
 from ...core.learning.batch_losses import task_loss
 from ...core.learning.optimizer import Optimizer
-from ...core.tree import Params, tree
+from ...core.tree import Params, join_path, tree
 from ...core.tree import leaves as tensors_of
 from ...linalg.pair import Factors, Pair, truncate_pair
 
@@ -262,8 +262,13 @@ def train_leaves(
         value = task_loss(model.apply(params, batch.x), batch)
         return value if penalty is None else value + penalty(leaves)
 
+    ranks = PaddedDimensions(
+        {"/a": 0, "/b": 1},
+        {"/0/a": 0, "/0/b": 1}
+        | {f"{join_path('/1', n)}/{factor}": axis for n in more for factor, axis in (("b", 1), ("a", 0))},
+    )
     given = held, more, moved or {}, own
-    end: Leaves = view.train(loss, start, "local", optimizer, constants=given)
+    end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
     if any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))) and not _any_changed(

@@ -63,6 +63,18 @@ class VerbAnswer:
     kept: OptimizerState | None = None
 
 
+class PassAskedError(Exception):
+    """A cohort asks for a pass that is to be trained with those of other cohorts.
+
+    Attributes:
+        request: what it asks for.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__("a pass that is trained with those of other cohorts")
+        self.request = request
+
+
 class CohortTrainer:
     """The verbs ``train``, ``total`` and ``steps`` of K clients, those with the most examples first.
 
@@ -74,8 +86,10 @@ class CohortTrainer:
         memory: of the engine.
         answers: of an earlier call for these clients.
         errors: clients whose training met a NaN in an earlier call, with the number of answers before it.
+        joins: whether a pass with padded dimensions raises :class:`PassAskedError` instead of being trained.
 
     Attributes:
+        locals_: as above.
         answers: given so far.
         errors: as above.
     """
@@ -86,11 +100,20 @@ class CohortTrainer:
         memory: PassMemory,
         answers: Sequence[VerbAnswer] = (),
         errors: dict[int, tuple[int, NonFiniteError]] | None = None,
+        joins: bool = False,
     ) -> None:
-        self._locals, self._memory = list(locals_), memory
+        self.locals_, self._memory, self._joins = list(locals_), memory, joins
         self._earlier = list(answers)
         self.answers: list[VerbAnswer] = []
         self.errors = {} if errors is None else errors
+
+    def again(self, further: Sequence[VerbAnswer] = (), joins: bool = False) -> CohortTrainer:
+        """The trainer for another call, which gets the answers of this one and further ones."""
+        return type(self)(self.locals_, self._memory, [*self.answers, *further], self.errors, joins)
+
+    def beside(self, locals_: Sequence[LocalTrainer]) -> CohortTrainer:
+        """A trainer of other clients with the same memory and no answers."""
+        return type(self)(locals_, self._memory)
 
     def part(self, places: Sequence[int]) -> CohortTrainer:
         """The trainer of some of the clients, with the answers that they have."""
@@ -102,14 +125,14 @@ class CohortTrainer:
         ]
         new = {place: i for i, place in enumerate(places)}
         errors = {new[k]: found for k, found in self.errors.items() if k in new}
-        return type(self)([self._locals[k] for k in places], self._memory, answers, errors)
+        return type(self)([self.locals_[k] for k in places], self._memory, answers, errors, self._joins)
 
     def singles(self) -> list[ReplayTrainer]:
         """The trainer of each client with plain tensors."""
-        columns = [split_clients((a.value, a.kept), len(self._locals)) for a in self.answers]
+        columns = [split_clients((a.value, a.kept), len(self.locals_)) for a in self.answers]
         return [
             ReplayTrainer(local, [VerbAnswer(*column[k]) for column in columns], self.errors.get(k))
-            for k, local in enumerate(self._locals)
+            for k, local in enumerate(self.locals_)
         ]
 
     def train(self, request: Request) -> Any:
@@ -133,20 +156,20 @@ class CohortTrainer:
 
     def steps(self, name: str) -> Any:
         """Steps of a pass: a number, or where the clients differ a number of each, float64 ``[K]`` to compute with."""
-        found = [local.steps(name) for local in self._locals]
+        found = [local.steps(name) for local in self.locals_]
         return found[0] if len(set(found)) == 1 else stack(torch.tensor(found, dtype=torch.float64))
 
     def _total_one_by_one(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        given = split_clients((params, constants), len(self._locals))
+        given = split_clients((params, constants), len(self.locals_))
         return stack_clients(
-            [local.total(statistic, *own) for local, own in zip(self._locals, given, strict=True)]
+            [local.total(statistic, *own) for local, own in zip(self.locals_, given, strict=True)]
         )
 
     def _total_together(
         self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]
     ) -> Any | None:
         """The sums of all clients in one pass; None where each must be computed alone."""
-        last, clients = self._locals[-1], len(self._locals)
+        last, clients = self.locals_[-1], len(self.locals_)
         kind = "total", code_of(statistic), tree.form((params, constants), plain=False)
         known = self._memory.supported.get(kind)
         if known is False or clients == 1 or last.model.couples or not last.has_standard(statistic):
@@ -154,7 +177,7 @@ class CohortTrainer:
         given = split_clients((params, constants), clients)
         try:
             with contextlib.nullcontext() if known else full_precision():
-                found = total_cohort(self._locals, statistic, params, constants)
+                found = total_cohort(self.locals_, statistic, params, constants)
                 if not known:
                     alone = last.fresh().total(statistic, *given[-1])
                     self._memory.supported[kind] = is_close(split_clients(found, clients)[-1], alone)
@@ -163,7 +186,7 @@ class CohortTrainer:
             self._memory.log("total", reason)
         if not self._memory.supported[kind]:
             return None
-        for local, own in zip(self._locals, given, strict=True):
+        for local, own in zip(self.locals_, given, strict=True):
             local.count_total(statistic, *own)
         return found
 
@@ -174,31 +197,48 @@ class CohortTrainer:
         return answer
 
     def _train(self, request: Request) -> VerbAnswer:
-        first, name = self._locals[0], request.name
+        if self._joins and request.padded.start and request.kept is None:
+            raise PassAskedError(request)
+        return self.answer(request)
+
+    def answer(self, request: Request) -> VerbAnswer:
+        """What a pass of all clients gives, batched over them where its functions can be."""
+        found = self.batched(request)
+        # an error of a client alone comes out by itself
+        return self._one_by_one(request) if found is None else found
+
+    def batched(self, request: Request, own: Sequence[Request] | None = None) -> VerbAnswer | None:
+        """A pass of all clients at once; None where each client must be trained alone.
+
+        Args:
+            request: of all clients.
+            own: of each client by itself, by which its cost is counted; None if padding changes none.
+        """
+        first, name = self.locals_[0], request.name
         if request.kept is not None:
             # its state counts the steps
-            require_agreement([local.steps(name) for local in self._locals])
+            require_agreement([local.steps(name) for local in self.locals_])
         if first.model.couples or not first.is_standard(request):
             if first.data.loss.is_own:
                 self._memory.log(name, f"the loss {first.data.loss.kind} is code of your own")
-            return self._one_by_one(request)
+            return None
         functions = first.kind(_of_one(request)), code_of(request.precondition), code_of(request.prox)
         known = self._memory.supported.get(functions)
-        if known is False or len(self._locals) == 1:
-            return self._one_by_one(request)
+        if known is False or len(self.locals_) == 1:
+            return None
         try:
-            found = self._together(request, compare=not known)
+            found = self._together(request, not known, own)
         except UnsupportedError as reason:
             self._memory.supported[functions] = False
             self._memory.log(name, reason)
-        else:
-            self._memory.supported[functions] = True
-            return found
-        # an error of a client alone comes out by itself
-        return self._one_by_one(request)
+            return None
+        self._memory.supported[functions] = True
+        return found
 
-    def _together(self, request: Request, compare: bool) -> VerbAnswer:
-        clients = len(self._locals)
+    def _together(
+        self, request: Request, compare: bool, own_requests: Sequence[Request] | None
+    ) -> VerbAnswer:
+        clients = len(self.locals_)
 
         def own(t: Tensor) -> Tensor:
             return expand_to_clients(t, clients).detach().clone(memory_format=torch.contiguous_format)
@@ -231,19 +271,19 @@ class CohortTrainer:
             )
             with with_rows():
                 end, loss = train_cohort(
-                    self._locals[a:b], whole, self._locals[0].round, self._memory.pool, compare
+                    self.locals_[a:b], whole, self.locals_[0].round, self._memory.pool, compare
                 )
             ends.append(tree.canonical(end))
             losses.append(loss)
             kept.append(None if state is None else state.state)
         end = ends[0] if len(ends) == 1 else tree.map_leaves(lambda *ts: torch.cat(ts), ends[0], *ends[1:])
-        self._account(request, losses, end)
+        self._account(own_requests or [request], losses, end)
         return VerbAnswer(tree.map_leaves(stack, end), _join_kept(kept))
 
     def _chunks(self, start: Any, constants: Any) -> list[tuple[int, int]]:
         """As many clients at once as have room, in parts of like sizes."""
         tensors = tree.tensors(start) + tree.tensors(constants)
-        clients = len(self._locals)
+        clients = len(self.locals_)
         on_cpu = all(t.device.type == "cpu" for t in tensors)
         size = sum(t.nbytes for t in tensors) // clients
         most = max(1, (CACHE if on_cpu else MEMORY) // max(1, size))
@@ -251,16 +291,20 @@ class CohortTrainer:
         bounds = [clients * k // parts for k in range(parts + 1)]
         return list(itertools.pairwise(bounds))
 
-    def _account(self, request: Request, losses: Sequence[Tensor], end: Any) -> None:
-        """Enter the cost and the mean loss of each client, and note who met a NaN."""
-        one, name = _of_one(request), request.name
-        kind, k = self._locals[0].kind(one), 0
+    def _account(self, requests: Sequence[Request], losses: Sequence[Tensor], end: Any) -> None:
+        """Enter the cost and the mean loss of each client, and note who met a NaN.
+
+        ``requests`` are one of all clients, or one of each.
+        """
+        name, k = requests[0].name, 0
+        costs = {id(r): (one, self.locals_[0].kind(one)) for r in requests for one in [_of_one(r)]}
         sound = all(all_finite(part, []) for part in losses) and all_finite(losses[0][:0], end)
         for part in losses:
-            steps = torch.tensor([local.steps(name) for local in self._locals[k : k + len(part)]])
+            steps = torch.tensor([local.steps(name) for local in self.locals_[k : k + len(part)]])
             means = (part.sum(1, dtype=torch.float64).cpu() / steps).tolist()
             for row, mean in zip(part, means, strict=True):
-                local = self._locals[k]
+                local = self.locals_[k]
+                one, kind = costs[id(requests[k % len(requests)])]
                 local.count(one, kind)
                 local.account(one, kind, mean)
                 if not sound:
@@ -274,7 +318,7 @@ class CohortTrainer:
     def _one_by_one(self, request: Request) -> VerbAnswer:
         ends, kept = [], []
         for k, (local, own) in enumerate(
-            zip(self._locals, _requests(request, len(self._locals)), strict=True)
+            zip(self.locals_, _requests(request, len(self.locals_)), strict=True)
         ):
             try:
                 ends.append(local.train(own) if k not in self.errors else tree.canonical(own.start))

@@ -35,6 +35,13 @@ class DifferingError(Exception):
         super().__init__("the clients of a cohort differ in what control flow asks for")
         self.values = list(values)
 
+    def parts(self) -> dict[str, list[int]]:
+        """The places of the clients that would answer alike."""
+        found: dict[str, list[int]] = {}
+        for k, value in enumerate(self.values):
+            found.setdefault(repr(value), []).append(k)
+        return found
+
 
 def require_agreement(values: Sequence[T]) -> T:
     """The value that all clients have; raises :class:`DifferingError` if they differ."""

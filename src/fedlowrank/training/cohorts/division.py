@@ -35,8 +35,7 @@ def divide(
         with without_rows():
             return together(members, trainer)
     except DifferingError as differs:
-        for k, value in enumerate(differs.values):
-            parts.setdefault(repr(value), []).append(k)
+        parts = differs.parts()
     except UnsupportedError as reason:
         log(f"goes on with one client after another: {reason}")
     except Exception as error:  # noqa: BLE001 - a client alone raises the method's own error, if it is one

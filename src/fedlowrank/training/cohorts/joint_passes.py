@@ -1,0 +1,152 @@
+"""One pass for several cohorts, whose clients differ in padded dimensions such as the LoRA rank.
+
+A cohort is called by itself, because its trees have a form of their own. Where it asks for a pass whose request declares
+dimensions that zeros may pad (:class:`fedlowrank.core.contract.method.PaddedDimensions`), the call ends; the passes of all
+cohorts are trained as one, and each cohort is called again with its part of the answer
+(:mod:`.cohort_trainer` explains why a second call trains nothing again).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...core import tree
+from ...core.contract.method import ProximalTerm, Request
+from ..captured_variables import code_of
+from ..stacked import Stacked, stack
+from ..steps import refill
+from .cohort_trainer import CohortTrainer, VerbAnswer
+from .control_flow import expand_to_clients, unwrap_stacked
+
+
+def train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer]:
+    """The answers to the requests of several cohorts, trained together as far as they differ in padded dimensions alone.
+
+    Args:
+        trainers: one a cohort.
+        requests: what each asks for.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for place, request in enumerate(requests):
+        kinds.setdefault(_kind(request), []).append(place)
+    answers: dict[int, VerbAnswer] = {}
+    for places in kinds.values():
+        some = [trainers[k] for k in places], [requests[k] for k in places]
+        found = _as_one(*some) if len(places) > 1 else None
+        found = found or [trainer.answer(request) for trainer, request in zip(*some, strict=True)]
+        answers |= zip(places, found, strict=True)
+    return [answers[k] for k in range(len(requests))]
+
+
+def _as_one(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer] | None:
+    """The answers by one pass; None where the pass cannot be batched over clients."""
+    sizes = [len(t.locals_) for t in trainers]
+    locals_ = [(local, c) for c, t in enumerate(trainers) for local in t.locals_]
+    # clients with the most steps first
+    order = sorted(range(len(locals_)), key=lambda k: -len(locals_[k][0].data.examples))
+    first = requests[0]
+
+    def join(values: Sequence[Any], axes: Mapping[str, int]) -> Any:
+        columns = zip(_axes(values[0], axes), *map(tree.tensors, values), strict=True)
+        return refill(values[0], [_join(ts, sizes, axis, order) for axis, *ts in columns])
+
+    start, terms = first.padded.start, [r.proximal_term for r in requests]
+    term = terms[0]
+    if term is not None:
+        parts = [[t.center, t.linear] for t in terms if t is not None]
+        nested = {f"/{i}{path}": axis for path, axis in start.items() for i in (0, 1)}
+        term = ProximalTerm(term.strength, *join(parts, nested))
+    whole = dataclasses.replace(
+        first,
+        start=join([r.start for r in requests], start),
+        constants=join([r.constants for r in requests], first.padded.constants),
+        proximal_term=term,
+    )
+    own = [(trainers[c].locals_.index(locals_[k][0]), c) for k, (_, c) in enumerate(locals_)]
+    joint = trainers[0].beside([locals_[k][0] for k in order])
+    answer = joint.batched(whole, [requests[locals_[k][1]] for k in order])
+    if answer is None:
+        return None
+    for k, (_, error) in joint.errors.items():
+        place, c = own[order[k]]
+        trainers[c].errors.setdefault(place, (len(trainers[c].answers), error))
+    back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+    rows = [t.as_subclass(Tensor)[back.to(t.device)] for t in map(unwrap_stacked, tree.tensors(answer.value))]
+    found, a = [], 0
+    for request, size in zip(requests, sizes, strict=True):
+        like = tree.tensors(request.start)
+        cut = [_cut(t[a : a + size], _shape(one)) for t, one in zip(rows, like, strict=True)]
+        found.append(VerbAnswer(refill(request.start, [stack(t.contiguous()) for t in cut])))
+        a += size
+    return found
+
+
+def _kind(request: Request) -> Any:
+    """What requests must have in common: all but their tensors and the sizes of padded dimensions."""
+    term, padded = request.proximal_term, request.padded
+    functions = code_of(request.loss), code_of(request.precondition), code_of(request.prox)
+    by_start = (
+        None
+        if term is None
+        else (term.strength, _form(term.center, padded.start), _form(term.linear, padded.start))
+    )
+    return (
+        functions,
+        request.name,
+        repr(request.optimizer),
+        _form(request.start, padded.start),
+        _form(request.constants, padded.constants),
+        by_start,
+    )
+
+
+def _form(value: Any, axes: Mapping[str, int]) -> Any:
+    """The form of a tree but for the sizes of padded dimensions."""
+    sizes = []
+    for axis, t in zip(_axes(value, axes), tree.tensors(value), strict=True):
+        shape = [*_shape(t)]
+        if axis is not None:
+            shape[axis] = -1
+        sizes.append((t.dtype, *shape))
+    return tuple(path for path, _ in tree.leaves(value)), tuple(sizes)
+
+
+def _shape(t: Tensor) -> torch.Size:
+    """Of one client."""
+    return unwrap_stacked(t).shape[1:] if isinstance(t, Stacked) else t.shape
+
+
+def _axes(value: Any, axes: Mapping[str, int]) -> list[int | None]:
+    """The padded dimension of each tensor of a tree, None for those that have none."""
+
+    def axis(path: str) -> int | None:
+        return next((a for part, a in axes.items() if path == part or path.startswith(f"{part}/")), None)
+
+    return [axis(path) for path, _ in tree.leaves(value)]
+
+
+def _join(tensors: Sequence[Tensor], sizes: Sequence[int], axis: int | None, order: Sequence[int]) -> Tensor:
+    """One tensor of each cohort as one of all clients, or as the one that all share."""
+    if all(t is tensors[0] and not isinstance(t, Stacked) for t in tensors):
+        return tensors[0]
+    parts = [expand_to_clients(t, size) for t, size in zip(tensors, sizes, strict=True)]
+    if axis is not None:
+        most = max(p.shape[axis + 1] for p in parts)
+        parts = [_pad(p, axis + 1, most) for p in parts]
+    return stack(torch.cat(parts)[torch.tensor(order, device=parts[0].device)])
+
+
+def _pad(t: Tensor, axis: int, size: int) -> Tensor:
+    behind = [0, 0] * (t.ndim - 1 - axis)
+    return functional.pad(t, [*behind, 0, size - t.shape[axis]])
+
+
+def _cut(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Tensors ``[K, ...]`` without what was padded."""
+    return t[(slice(None), *(slice(n) for n in shape))]
