@@ -27,21 +27,20 @@ from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Request, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.errors import NonFiniteError
 from ..data.dataset import Examples
 from ..data.federation import Federation
 from ..training.cohorts.closeness import full_precision, is_close
-from ..training.cohorts.cohort_trainer import CohortTrainer, PassAskedError, PassMemory
+from ..training.cohorts.cohort_trainer import CohortMemory, CohortTrainer
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
-from ..training.cohorts.control_flow import DifferingError, split_clients, stack_clients
+from ..training.cohorts.control_flow import split_clients, stack_clients
 from ..training.cohorts.division import divide
-from ..training.cohorts.joint_passes import train_jointly
+from ..training.cohorts.joint_passes import divide_jointly
 from ..training.cohorts.pooled_examples import pool_examples
 from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
-from ..training.stacked import without_rows
 from ..training.trainer import LocalTrainer, Meter
 from .engine import ClientJob, ClientResult, Engine, client_key
 
@@ -84,12 +83,11 @@ class Vectorized(Engine):
     name: ClassVar[str] = "vectorized"
     cohort_trainer: ClassVar[type[CohortTrainer]] = CohortTrainer
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
-    _memory: PassMemory = field(init=False, repr=False)
-    _is_equal: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
+    _memory: CohortMemory = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._title = ""
-        self._memory = PassMemory(BufferPool(), {}, self._log_pass)
+        self._memory = CohortMemory(BufferPool(), {}, self._log_pass)
         self._pooled: tuple[Federation, list[Examples]] | None = None
 
     @property
@@ -181,45 +179,28 @@ class Vectorized(Engine):
     def _run_unequal_ranks(self, cohorts: list[tuple[Any, list[_Member]]], update: Any, alone: Any) -> Found:
         """The results of cohorts that differ in rank: each is called by itself, and their passes are trained as one."""
         found: Found = []
-        waiting: list[tuple[list[_Member], CohortTrainer]] = []
+        waiting: list[tuple[Sequence[_Member], CohortTrainer]] = []
         for kind, members in cohorts:
-            if self._is_equal.get(kind) is False or not all(m.is_standard for m in members[0].local.models):
+            if self._memory.is_equal.get(kind) is False or not all(
+                m.is_standard for m in members[0].local.models
+            ):
                 found += [alone(member) for member in members]
             else:
                 locals_ = [m.local for m in members]
                 waiting.append((members, self.cohort_trainer(locals_, self._memory, joins=True)))
-        is_known = all(self._is_equal.get(kind) for kind, _ in cohorts)
+        is_known = all(self._memory.is_equal.get(kind) for kind, _ in cohorts)
         with contextlib.nullcontext() if is_known else full_precision():
-            while waiting:
-                asked: list[tuple[list[_Member], CohortTrainer, Request]] = []
-                parts: list[tuple[list[_Member], CohortTrainer]] = []
-                for members, trainer in waiting:
-                    try:
-                        with without_rows():
-                            found += update(members, trainer)
-                    except PassAskedError as pass_:
-                        asked.append((members, trainer, pass_.request))
-                    except DifferingError as differs:
-                        own = differs.parts().values()
-                        parts += [([members[k] for k in places], trainer.part(places)) for places in own]
-                    except Exception:  # noqa: BLE001 - divide finds out what it means
-                        found += divide(members, update, alone, trainer.again(), self._log)
-                answers = train_jointly([t for _, t, _ in asked], [r for _, _, r in asked])
-                waiting = parts + [
-                    (members, trainer.again([answer], joins=True))
-                    for (members, trainer, _), answer in zip(asked, answers, strict=True)
-                ]
-            results = dict(found)
+            results = dict(found + divide_jointly(waiting, update, alone, self._log))
             for kind, members in cohorts:
-                if kind not in self._is_equal:
-                    self._is_equal[kind] = self._check(members[-1], results, alone)
-                if not self._is_equal[kind]:
+                if kind not in self._memory.is_equal:
+                    self._memory.is_equal[kind] = self._check(members[-1], results, alone)
+                if not self._memory.is_equal[kind]:
                     results |= [alone(_fresh(member)) for member in members]
         return [*results.items()]
 
     def _run_cohort(self, kind: Any, members: list[_Member], update: Any, alone: Any) -> Found:
         """The results of clients of one kind, called at once if that gives what each gives alone."""
-        known = self._is_equal.get(kind)
+        known = self._memory.is_equal.get(kind)
         stands_alone = not all(m.is_standard for m in members[0].local.models)
         if len(members) < FEW or known is False or stands_alone:
             return [alone(member) for member in members]
@@ -228,8 +209,8 @@ class Vectorized(Engine):
             return divide(members, update, alone, trainer, self._log)
         with full_precision():
             found = divide(members, update, alone, trainer, self._log)
-            self._is_equal[kind] = self._check(members[-1], dict(found), alone)
-        return found if self._is_equal[kind] else [alone(_fresh(member)) for member in members]
+            self._memory.is_equal[kind] = self._check(members[-1], dict(found), alone)
+        return found if self._memory.is_equal[kind] else [alone(_fresh(member)) for member in members]
 
     def _update(
         self,

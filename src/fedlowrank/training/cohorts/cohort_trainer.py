@@ -41,17 +41,19 @@ MEMORY = 4 << 30
 
 
 @dataclasses.dataclass
-class PassMemory:
-    """What an engine remembers of passes from round to round.
+class CohortMemory:
+    """What an engine remembers from round to round.
 
     Attributes:
         pool: buffers for batches.
-        supported: by the code of a pass's functions, whether they can be batched over clients.
+        is_equal: whether what is computed for many clients at once equals what one computes alone; by what it is: the functions
+            of a pass, a statistic, the local update or the contribution of a kind of cohort. Without an entry it was not
+            compared.
         log: tells a person why clients are trained one after another.
     """
 
     pool: BufferPool
-    supported: dict[Any, bool]
+    is_equal: dict[Any, bool]
     log: Callable[[str, object], None]
 
 
@@ -97,7 +99,7 @@ class CohortTrainer:
     def __init__(
         self,
         locals_: Sequence[LocalTrainer],
-        memory: PassMemory,
+        memory: CohortMemory,
         answers: Sequence[VerbAnswer] = (),
         errors: dict[int, tuple[int, NonFiniteError]] | None = None,
         joins: bool = False,
@@ -171,7 +173,7 @@ class CohortTrainer:
         """The sums of all clients in one pass; None where each must be computed alone."""
         last, clients = self.locals_[-1], len(self.locals_)
         kind = "total", code_of(statistic), tree.form((params, constants), plain=False)
-        known = self._memory.supported.get(kind)
+        known = self._memory.is_equal.get(kind)
         if known is False or clients == 1 or last.model.couples or not last.has_standard(statistic):
             return None
         given = split_clients((params, constants), clients)
@@ -180,11 +182,11 @@ class CohortTrainer:
                 found = total_cohort(self.locals_, statistic, params, constants)
                 if not known:
                     alone = last.fresh().total(statistic, *given[-1])
-                    self._memory.supported[kind] = is_close(split_clients(found, clients)[-1], alone)
+                    self._memory.is_equal[kind] = is_close(split_clients(found, clients)[-1], alone)
         except Exception as reason:  # noqa: BLE001 - a client alone raises the statistic's own error, if it is one
-            self._memory.supported[kind] = False
+            self._memory.is_equal[kind] = False
             self._memory.log("total", reason)
-        if not self._memory.supported[kind]:
+        if not self._memory.is_equal[kind]:
             return None
         for local, own in zip(self.locals_, given, strict=True):
             local.count_total(statistic, *own)
@@ -223,16 +225,16 @@ class CohortTrainer:
                 self._memory.log(name, f"the loss {first.data.loss.kind} is code of your own")
             return None
         functions = first.kind(_of_one(request)), code_of(request.precondition), code_of(request.prox)
-        known = self._memory.supported.get(functions)
+        known = self._memory.is_equal.get(functions)
         if known is False or len(self.locals_) == 1:
             return None
         try:
             found = self._together(request, not known, own)
         except UnsupportedError as reason:
-            self._memory.supported[functions] = False
+            self._memory.is_equal[functions] = False
             self._memory.log(name, reason)
             return None
-        self._memory.supported[functions] = True
+        self._memory.is_equal[functions] = True
         return found
 
     def _together(

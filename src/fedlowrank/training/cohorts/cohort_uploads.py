@@ -13,7 +13,7 @@ from ...core.contract.contribution import Each, Mean, Sum, contribution_leaves, 
 from ...core.contract.method import ClientInfo
 from ..stacked import Stacked
 from .closeness import is_close
-from .cohort_trainer import PassMemory
+from .cohort_trainer import CohortMemory
 from .cohort_view import CohortInfo
 from .control_flow import expand_to_clients, select_clients, split_clients, unwrap_stacked
 from .division import divide
@@ -52,7 +52,7 @@ class CohortUploads:
         clients: as above.
     """
 
-    def __init__(self, stacked: Any, clients: int, kind: Any, memory: PassMemory) -> None:
+    def __init__(self, stacked: Any, clients: int, kind: Any, memory: CohortMemory) -> None:
         self.stacked, self.clients = stacked, clients
         self._kind, self._memory = ("contribution", kind), memory
         self._rows: list[Any] | None = None
@@ -89,7 +89,7 @@ class CohortUploads:
             infos: of these clients.
             contribute: the method's function.
         """
-        known = self._memory.supported.get(self._kind)
+        known = self._memory.is_equal.get(self._kind)
         if known is False or len(places) == 1:
             return [self._alone(k, i, contribute) for k, i in zip(places, infos, strict=True)]
 
@@ -107,7 +107,7 @@ class CohortUploads:
             is_equal = any(c.weights is not None for c in found) and self._is_equal(
                 found, members[-1], contribute
             )
-            self._memory.supported[self._kind] = is_equal
+            self._memory.is_equal[self._kind] = is_equal
             if not is_equal:
                 return [self._alone(*member, contribute) for member in members]
         return found

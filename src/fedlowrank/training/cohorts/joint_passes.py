@@ -9,8 +9,8 @@ cohorts are trained as one, and each cohort is called again with its part of the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,55 @@ from torch.nn import functional
 from ...core import tree
 from ...core.contract.method import ProximalTerm, Request
 from ..captured_variables import code_of
-from ..stacked import Stacked, stack
+from ..stacked import Stacked, stack, without_rows
 from ..steps import refill
-from .cohort_trainer import CohortTrainer, VerbAnswer
-from .control_flow import expand_to_clients, unwrap_stacked
+from .cohort_trainer import CohortTrainer, PassAskedError, VerbAnswer
+from .control_flow import DifferingError, expand_to_clients, unwrap_stacked
+from .division import divide
+
+M = TypeVar("M")
+R = TypeVar("R")
 
 
-def train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer]:
+def divide_jointly(
+    cohorts: Sequence[tuple[Sequence[M], CohortTrainer]],
+    together: Callable[[Sequence[M], Any], list[R]],
+    alone: Callable[[M, Any], R],
+    log: Callable[[str], None],
+) -> list[R]:
+    """Call ``together`` for each cohort, as :func:`.division.divide` does, and train their passes as one.
+
+    Args:
+        cohorts: the members of each and their trainer, which asks for passes.
+        together: gives the results of some members.
+        alone: gives the result of one.
+        log: tells why members go on one by one.
+    """
+    found: list[R] = []
+    waiting = [*cohorts]
+    while waiting:
+        asked: list[tuple[Sequence[M], CohortTrainer, Request]] = []
+        parts: list[tuple[Sequence[M], CohortTrainer]] = []
+        for members, trainer in waiting:
+            try:
+                with without_rows():
+                    found += together(members, trainer)
+            except PassAskedError as pass_:
+                asked.append((members, trainer, pass_.request))
+            except DifferingError as differs:
+                own = differs.parts().values()
+                parts += [([members[k] for k in places], trainer.part(places)) for places in own]
+            except Exception:  # noqa: BLE001 - divide finds out what it means
+                found += divide(members, together, alone, trainer.again(), log)
+        answers = _train_jointly([t for _, t, _ in asked], [r for _, _, r in asked])
+        waiting = parts + [
+            (members, trainer.again([answer], joins=True))
+            for (members, trainer, _), answer in zip(asked, answers, strict=True)
+        ]
+    return found
+
+
+def _train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer]:
     """The answers to the requests of several cohorts, trained together as far as they differ in padded dimensions alone.
 
     Args:
