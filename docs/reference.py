@@ -62,7 +62,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Write a method",
         "The contract of a method and what it may use. [Your own method](../tutorials/your-own-method.md) is the tutorial.",
         [
-            *_names("core.contract.method", "Method ClientView ServerView ProximalTerm"),
+            *_names("core.contract.method", "Method ClientView ServerView ProximalTerm PaddedDimensions"),
             *_names("core.contract.task", "Task ClientInfo Pass Batch"),
             *_names("core.contract.contribution", "Mean Sum Each"),
             *_names("core.contract.client_model", "ClientModel"),

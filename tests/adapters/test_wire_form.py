@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedlowrank.adapters.wire_format import Quantized, Rounded, Wire, pack_factors, unpack_factors
+from fedlowrank.adapters.wire_format import Quantized, Rounded, WireType, pack_factors, unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.linalg.pair import Pair
@@ -32,7 +32,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     return Pair(torch.from_numpy(b), torch.from_numpy(a))
 
 
-def through(pair: Pair, wire: Wire) -> Pair:
+def through(pair: Pair, wire: WireType) -> Pair:
     # over the real bytes
     return unpack_factors(tree.decode(tree.encode(pack_factors({"a.b": pair}, wire))))["a.b"]
 
@@ -62,8 +62,8 @@ def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None
 
 
 @pytest.mark.full
-@given(pairs(), st.sampled_from(get_args(Wire)))
-def test_a_second_passage_changes_nothing(pair: Pair, wire: Wire) -> None:
+@given(pairs(), st.sampled_from(get_args(WireType)))
+def test_a_second_passage_changes_nothing(pair: Pair, wire: WireType) -> None:
     once = through(pair, wire)
     twice = through(once, wire)
     assert torch.equal(once.b, twice.b)
@@ -93,9 +93,9 @@ def test_bfloat16_is_rounded_to_nearest(pair: Pair) -> None:
         np.testing.assert_array_equal(mine.numpy(), upper.astype(np.uint32).view(np.float32))
 
 
-@pytest.mark.parametrize("wire", get_args(Wire))
+@pytest.mark.parametrize("wire", get_args(WireType))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_factors_arrive_in_the_type_that_they_had(dtype: torch.dtype, wire: Wire) -> None:
+def test_factors_arrive_in_the_type_that_they_had(dtype: torch.dtype, wire: WireType) -> None:
     generator = torch.Generator().manual_seed(0)
     pair = Pair(*(torch.randn(s, generator=generator).to(dtype) for s in ((5, 2), (2, 3))))
     got = through(pair, wire)
@@ -118,7 +118,7 @@ def test_a_type_that_nobody_knows_is_refused() -> None:
 
 def test_sizes_on_the_wire() -> None:
     pair = {"w": Pair(torch.randn(700, 8), torch.randn(8, 500))}
-    sizes = {wire: tree.encoded_size(pack_factors(pair, wire)) for wire in get_args(Wire)}
+    sizes = {wire: tree.encoded_size(pack_factors(pair, wire)) for wire in get_args(WireType)}
     numbers = 1200 * 8
     for wire, data in (("float32", 4 * numbers), ("bfloat16", 2 * numbers), ("int8", numbers + 2 * 8 * 4)):
         assert data < sizes[wire] < data + 600

@@ -43,9 +43,9 @@ class My(Method):
 
 def made(code: str) -> type[Any]:
     """The class My of a module."""
-    module: Any = types.ModuleType("mine")
+    module: Any = types.ModuleType("fedlowrank_test_mine")
     # where the dataclass module looks for the meaning of an annotation that is text
-    sys.modules["mine"] = module
+    sys.modules["fedlowrank_test_mine"] = module
     exec(compile(HEAD + code, "mine.py", "exec", dont_inherit=True), vars(module))
     cls: type[Any] = module.My
     return cls
@@ -274,7 +274,7 @@ def test_all_mistakes_are_listed_where_the_class_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         simulate(made(code)(), None)  # type: ignore[arg-type]
     first, *lines = str(error.value).splitlines()
-    assert first == "the class mine:My has 2 mistakes:"
+    assert first == "the class fedlowrank_test_mine:My has 2 mistakes:"
     assert [line.split()[0] for line in lines] == ["server_init", "downloads"]
 
 

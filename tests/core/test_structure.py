@@ -101,14 +101,29 @@ def repeated_names(names_of: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: found for name, found in files.items() if len(found) > 1}
 
 
-def test_no_two_classes_have_one_name() -> None:
+def type_aliases(module: ast.Module) -> list[str]:
+    """Types that a file gives a name, such as ``Params = dict[str, Tensor]``; variables of types are no names of a type."""
+    found = []
+    for node in module.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.append(node.target.id)
+        if isinstance(node, ast.Assign) and not (
+            isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("TypeVar", "ParamSpec")
+        ):
+            found += [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return [name for name in found if name[0].isupper() and not name.isupper()]
+
+
+def test_no_two_classes_or_types_have_one_name() -> None:
     classes = {
         path.relative_to(SOURCE).as_posix(): [
             node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
         ]
+        + type_aliases(ast.parse(path.read_text()))
         for path in FILES
     }
     assert "MaskingPlan" in classes["trust/secure_sums.py"]
+    assert "Factors" in classes["linalg/pair.py"]
     assert repeated_names(classes) == {}
 
 

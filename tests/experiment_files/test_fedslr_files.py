@@ -105,8 +105,8 @@ SWEEPS: dict[str, tuple[str, tuple[Any, ...], dict[str, dict[str, tuple[float, .
         (1e-3, 1e-4, 1e-5),
         {"accuracy": {GKR: (54.26, 64.22, 63.63), MIXED: (54.26, 64.22, 63.63)}},
     ),
-    "variants-low-rank": ("methods.fedslr.private", ("sparse", "low_rank"), {}),
-    "variants-sparse": ("methods.fedslr.private", ("sparse", "low_rank"), {}),
+    "variants-low-rank": ("methods.fedslr.personal_norm", ("sparse", "low_rank"), {}),
+    "variants-sparse": ("methods.fedslr.personal_norm", ("sparse", "low_rank"), {}),
 }
 OTHERS = {"figure5": ["fedavg", "scaffold", "fedslr"], "variants-prox": ["fedslr", "lpgd", "gpgd"]}
 
@@ -117,7 +117,7 @@ STEMS = [*MAIN, *SWEEPS, *OTHERS]
 CHANGED: dict[str, dict[str, Any]] = {
     "table7-personal": {"lam": 10.0, "personal_start": "initial"},
     "table8-global": {"mu": 10.0},
-    "variants-sparse": {"lam": 2.5e-6, "shared": "sparse"},
+    "variants-sparse": {"lam": 2.5e-6, "global_norm": "sparse"},
 }
 
 
@@ -240,7 +240,7 @@ def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
 def test_fedslr_has_the_settings_of_the_paper(stem: str) -> None:
     method: Any = loaded(whole(stem)).build_method("fedslr")
     settings = {
-        "lam": 1e-4, "mu": 1e-3, "eta_g": 10.0, "fusion_epochs": 1, "shared": "low_rank", "private": "sparse",
+        "lam": 1e-4, "mu": 1e-3, "eta_g": 10.0, "fusion_epochs": 1, "global_norm": "low_rank", "personal_norm": "sparse",
         "personal_start": "zero", "exclude": (), **CHANGED.get(stem, {}),
     }  # fmt: skip
     assert {name: getattr(method, name) for name in settings} == settings

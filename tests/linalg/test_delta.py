@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedlowrank.adapters.wire_format import Wire, pack_factors, unpack_factors
+from fedlowrank.adapters.wire_format import WireType, pack_factors, unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.linalg import delta as module
@@ -238,9 +238,9 @@ def test_orthogonality_survives_many_rounds_close_to_the_servers_own_factors() -
         assert float((f.mT @ f - torch.eye(f.shape[1], dtype=f.dtype)).abs().max()) < 1e-13
 
 
-@pytest.mark.parametrize("wire", get_args(Wire))
+@pytest.mark.parametrize("wire", get_args(WireType))
 @pytest.mark.parametrize("form", STATES)
-def test_what_went_over_a_lossy_wire_is_subtracted_exactly(form: DeltaForm, wire: Wire) -> None:
+def test_what_went_over_a_lossy_wire_is_subtracted_exactly(form: DeltaForm, wire: WireType) -> None:
     rng = np.random.default_rng(5)
     state, w, ideal = initial_deltas({"w": (41, 29)}, form, 6), np.zeros((41, 29)), np.zeros((41, 29))
     for _ in range(6):

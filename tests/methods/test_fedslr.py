@@ -64,14 +64,14 @@ def unlike_zero(values) -> bool:
     [
         ({}, {}),
         ({"personal_start": "initial"}, {"start_at_w": True}),
-        ({"shared": "sparse", "private": "low_rank"}, {"sparse_w": True, "nuclear_p": True}),
+        ({"global_norm": "sparse", "personal_norm": "low_rank"}, {"sparse_w": True, "nuclear_p": True}),
     ],
 )
 def test_rounds_are_those_of_the_numpy_reference(
     options, flags, efficient: bool, engine: type[Engine]
 ) -> None:
     federation = alike()
-    strong = STRONG | ({"lam": 0.01} if "shared" in options else {})
+    strong = STRONG | ({"lam": 0.01} if "global_norm" in options else {})
     method = FedSLR(**LOCAL, **strong, **options, memory_efficient=efficient)
     run = run_of(method, federation, engine=engine, participation=0.75)
     rounds = plan(run)
@@ -87,10 +87,10 @@ def test_rounds_are_those_of_the_numpy_reference(
         same(layers(state.gamma), gammas[k])
         same(layers(state.p), ps[k])
     ranks = [np.linalg.matrix_rank(w, tol=1e-9) for w, _ in history[-1]]
-    if "shared" not in options:
+    if "global_norm" not in options:
         assert list(run.state.server.w.ranks.values()) == ranks
         assert ranks[0] < 10
-    if "private" not in options:
+    if "personal_norm" not in options:
         assert any((p["body.0.weight"] == 0).any() for p in (s.p for s in run.state.clients.values()))
 
 
@@ -224,7 +224,7 @@ def test_of_many_ranks_the_weight_itself_travels() -> None:
 
 @pytest.mark.full
 def test_a_sparse_global_model_travels_as_its_entries() -> None:
-    run = run_of(FedSLR(**LOCAL, lam=0.02, eta_g=5.0, shared="sparse"), alike(torch.float32), rounds=3)
+    run = run_of(FedSLR(**LOCAL, lam=0.02, eta_g=5.0, global_norm="sparse"), alike(torch.float32), rounds=3)
     down = run.method.download(run.state.server, run.federation.infos[0])
     w = w_of(run)
     entries = {n: int(np.count_nonzero(p.numpy())) for n, p in w.items() if p.ndim == 2}
@@ -312,7 +312,7 @@ def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalizations() -
 
 DIVERGING = {"optimizer": SGD(lr=3e3), "batch_size": 100}
 NUCLEAR = {
-    "phase2": FedSLR(**DIVERGING, epochs=1, fusion_epochs=60, private="low_rank"),
+    "phase2": FedSLR(**DIVERGING, epochs=1, fusion_epochs=60, personal_norm="low_rank"),
     "local": LPGD(**DIVERGING, epochs=60),
 }
 """Methods with a nuclear prox in every local step, by the pass in which they have it; one step an epoch."""
@@ -365,7 +365,7 @@ def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: s
     assert all(bool(p.isfinite().all()) for p in tree.tensors(run.state.server))
 
 
-@pytest.mark.parametrize("method", [FedSLR(private="low_rank"), LPGD()], ids=["fedslr", "lpgd"])
+@pytest.mark.parametrize("method", [FedSLR(personal_norm="low_rank"), LPGD()], ids=["fedslr", "lpgd"])
 def test_clients_run_together(method) -> None:
     engine = Counting()
     Run(method, check_federation(False), RunSettings(rounds=1), engine).step()
@@ -389,7 +389,7 @@ def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError):
         LPGD(lam=-1.0)
     with pytest.raises(ConfigError, match="low_rank"):
-        FedSLR(shared="lowrank")
+        FedSLR(global_norm="lowrank")
 
 
 def test_defaults_are_the_papers() -> None:

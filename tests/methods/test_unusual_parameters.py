@@ -180,7 +180,11 @@ def test_a_nuclear_norm_is_one_of_real_matrices(name: str) -> None:
         simulate(METHODS[name](), federation("complex"), rounds=1)
     excluded = METHODS[name](exclude=("phase",), batch_size=6)
     assert simulate(excluded, federation("complex"), rounds=1).personal(0)["phase"].is_complex()
-    assert simulate(METHODS[name](shared="sparse"), federation("empty"), rounds=1)
+    assert simulate(
+        METHODS[name](**{"global_norm" if name == "fedslr" else "norm": "sparse"}),
+        federation("empty"),
+        rounds=1,
+    )
     assert simulate(METHODS[name](lam=0.01), federation("empty"), rounds=1)
 
 

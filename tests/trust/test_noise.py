@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
-from fedlowrank.trust.privacy.noise import Source, discrete_gaussian, gaussian
+from fedlowrank.trust.privacy.noise import NoiseSource, discrete_gaussian, gaussian
 
 KEY = Key((11,)) / "noise" / 3
 SOURCES = pytest.mark.parametrize("source", [KEY, "system"])
@@ -20,7 +20,7 @@ COUNT = 200_000
 
 
 @SOURCES
-def test_the_law_is_normal(source: Source) -> None:
+def test_the_law_is_normal(source: NoiseSource) -> None:
     std = 2.5
     drawn = gaussian({"w": torch.empty(400, COUNT // 400)}, std, source)["w"].double().numpy().ravel()
     # n s² / σ² is chi-square of n degrees; system noise fails one time in 10⁸
@@ -31,7 +31,7 @@ def test_the_law_is_normal(source: Source) -> None:
 
 
 @SOURCES
-def test_tensors_and_entries_are_independent(source: Source) -> None:
+def test_tensors_and_entries_are_independent(source: NoiseSource) -> None:
     drawn = gaussian({"a": torch.empty(COUNT), "b": torch.empty(COUNT)}, 1.0, source)
     assert abs(torch.corrcoef(torch.stack([drawn["a"], drawn["b"]]))[0, 1]) < 6 / math.sqrt(COUNT)
     shifted = torch.stack([drawn["a"][1:], drawn["a"][:-1]])

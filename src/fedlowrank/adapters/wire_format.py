@@ -17,7 +17,7 @@ from ..core.errors import TaskError
 from ..core.tree import tree
 from ..linalg.pair import Factors, Pair
 
-Wire = Literal["float32", "bfloat16", "int8"]
+WireType = Literal["float32", "bfloat16", "int8"]
 """float32: as they are, in their own type; bfloat16: rounded to nearest; int8: :class:`Quantized`."""
 
 DTYPES = {
@@ -69,7 +69,7 @@ PackedFactors = dict[str, "Pair | Rounded | Quantized"]
 """Factor pairs by layer name, as they are sent."""
 
 
-def pack_factors(pairs: Mapping[str, Pair], wire: Wire) -> PackedFactors:
+def pack_factors(pairs: Mapping[str, Pair], wire: WireType) -> PackedFactors:
     """Factor pairs in the form in which they are sent.
 
     Args:

@@ -42,7 +42,7 @@ from ..rounds.simulate import simulate
 from ..storage.run_files import run_folders
 from ..storage.run_folder import RunFolder
 from .download_command import get_data
-from .jobs.parallel import Outcome, State, run_parallel
+from .jobs.parallel import Ending, Outcome, run_parallel
 from .one_run import read_one, show_run
 from .terminal import INTERRUPT_HINTS, OUT
 
@@ -163,7 +163,7 @@ def run_planned(planned: Sequence[PlannedRun], jobs: int, force: bool) -> list[O
             first, federation, last = federation is None, experiment.federation(), experiment
             if first:
                 _show_data(federation)
-        state: State = "finished"
+        state: Ending = "finished"
         message = ""
         try:
             run_method(

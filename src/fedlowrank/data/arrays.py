@@ -21,7 +21,7 @@ from .input_types import InputTypes
 from .partitioning.checks import describe_array
 from .user_data.user_arrays import target_hint, target_warning
 
-Layout = Literal["as_is", "hw", "hwc"]
+ImageLayout = Literal["as_is", "hw", "hwc"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Arrays(CheckedFields):
     """
 
     path: str
-    layout: Layout = "as_is"
+    layout: ImageLayout = "as_is"
 
     def load(self) -> Dataset:
         """The arrays, inputs as float32.

@@ -42,8 +42,8 @@ PATIENCE = 2.0
 """Seconds after which a process looks whether its parent is still there."""
 
 T = TypeVar("T")
-Header = dict[str, Any]
-Serve = Callable[[Header, list[bytes]], tuple[Header, list[bytes]]]
+WorkerHeader = dict[str, Any]
+Serve = Callable[[WorkerHeader, list[bytes]], tuple[WorkerHeader, list[bytes]]]
 
 
 class WorkerError(FedlowrankError):
@@ -62,7 +62,7 @@ class DuplexPipe:
     def __init__(self, pipe: Connection, out: mmap.mmap, into: mmap.mmap) -> None:
         self.pipe, self._out, self._into = pipe, out, into
 
-    def send(self, header: Header, payloads: Sequence[bytes]) -> None:
+    def send(self, header: WorkerHeader, payloads: Sequence[bytes]) -> None:
         """Send; the other end reads before it sends anything."""
         sizes = [len(b) for b in payloads]
         shared = sum(sizes) <= len(self._out)
@@ -73,7 +73,7 @@ class DuplexPipe:
         for payload in () if shared else payloads:
             self.pipe.send_bytes(payload)
 
-    def receive(self) -> tuple[Header, list[bytes]]:
+    def receive(self) -> tuple[WorkerHeader, list[bytes]]:
         """Wait for a message."""
         header, sizes, shared = json.loads(self.pipe.recv_bytes())
         if not shared:
@@ -103,14 +103,14 @@ class ForkedWorker:
             self.process.start()
         theirs.close()
 
-    def ask(self, header: Header, payloads: Sequence[bytes]) -> None:
+    def ask(self, header: WorkerHeader, payloads: Sequence[bytes]) -> None:
         """Send a question."""
         try:
             self.line.send(header, payloads)
         except OSError as error:
             raise self._died() from error
 
-    def answer(self) -> tuple[Header, list[bytes]]:
+    def answer(self) -> tuple[WorkerHeader, list[bytes]]:
         """Wait for the answer; raises WorkerError if there is none."""
         try:
             header, payloads = self.line.receive()
@@ -272,9 +272,9 @@ def train_client(
     method: AnyMethod,
     federation: Federation,
     task: Task,
-    header: Header,
+    header: WorkerHeader,
     payloads: list[bytes],
-) -> tuple[Header, list[bytes]]:
+) -> tuple[WorkerHeader, list[bytes]]:
     """Train one client in a worker.
 
     Args:
@@ -304,7 +304,7 @@ def train_client(
     return found, [tree.encode(outcome.state), tree.encode(outcome.upload)]
 
 
-def decode_result(header: Header, payloads: list[bytes]) -> ClientResult:
+def decode_result(header: WorkerHeader, payloads: list[bytes]) -> ClientResult:
     """What a client made of its job, from the answer of :func:`train_client`."""
     meter = Meter(header["steps"], header["flops"], header["losses"])
     if header["error"] is not None:

@@ -35,8 +35,8 @@ from .pair import Pair
 from .randomized_svd import leading_triplets
 from .stacking import REAL, add_low_rank, empty_rows
 
-State = Literal["exact", "capped", "dense"]
-Split = Literal["sqrt", "B", "A"]
+FormNow = Literal["exact", "capped", "dense"]
+FactorSplit = Literal["sqrt", "B", "A"]
 Blocks = Mapping[str, Sequence[tuple[float, Pair]]]
 """By layer name, weights and the factor pairs that they multiply."""
 SentRanks = Mapping[str, Sequence[tuple[float, int]]]
@@ -112,7 +112,7 @@ class Delta:
     form: DeltaForm
 
     @property
-    def state(self) -> State:
+    def state(self) -> FormNow:
         """In which of the three states it is."""
         if self.whole is not None:
             return "dense"
@@ -359,7 +359,7 @@ def tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     return [beyond + tails[min(rank, delta.rank)] for rank in ranks]
 
 
-def split_svd(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
+def split_svd(f: Factored, rank: int, how: FactorSplit = "sqrt") -> Pair:
     """Factors of U diag(s) Vᵀ for a client to begin at.
 
     Args:
@@ -372,7 +372,7 @@ def split_svd(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
     Raises:
         ConfigError: if the word is unknown or the rank negative.
     """
-    words: tuple[Split, ...] = ("sqrt", "B", "A")
+    words: tuple[FactorSplit, ...] = ("sqrt", "B", "A")
     if how not in words:
         raise ConfigError(f"split: {how!r} is no choice. {did_you_mean(str(how), words)}")
     if type(rank) is not int or rank < 0:

@@ -27,10 +27,7 @@ from ..core.key import Key
 from ..core.tree import widen
 from .factored import canonical_signs, compute_svd
 from .stacking import REAL, orthogonalize, rounding_floor
-from .svt import count_above
-
-Triplets = tuple[Tensor, Tensor, Tensor]
-"""U ``[d, r]``, singular values in float64, descending ``[r]``, V ``[k, r]``."""
+from .svt import Triplets, count_above
 
 OVERSAMPLE = 10
 MAX_WIDTH_SHARE = 1 / 3

@@ -124,6 +124,7 @@ def threshold_dense(w: Tensor, c: float) -> Tensor:
 
 Eigenpairs = tuple[Tensor, Tensor]
 """Eigenvalues, ascending, and eigenvectors."""
+
 Triplets = tuple[Tensor, Tensor, Tensor]
 """U ``[m, r]``, singular values descending ``[r]``, V ``[n, r]``."""
 

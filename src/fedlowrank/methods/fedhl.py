@@ -31,7 +31,7 @@ from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, T
 from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.tree import Params, tree
-from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas
+from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
     Truncated,
@@ -95,7 +95,7 @@ class FedHL(Method[Server, Params, Download, Message]):
     """
 
     weighing: Weighing = Weighing()
-    split: Split = "sqrt"
+    split: FactorSplit = "sqrt"
     residual: bool = False
     form: DeltaForm = DeltaForm()
     tuning: Tuning = Tuning()

@@ -18,7 +18,7 @@ the optimizer's weight decay is part of f_i in both phases. Differences from the
 code starts it at w^0 (``personal_start``; and there, too, p_i of a normalization layer starts at zero here,
 for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the server (Algorithm 3); with
 ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other designs:
-``shared`` is the norm that λ weighs, ``private`` the one that μ weighs (the nuclear one leaves vectors of p_i
+``global_norm`` is the norm that λ weighs, ``personal_norm`` the one that μ weighs (the nuclear one leaves vectors of p_i
 as they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD,
 files of their own.
 """
@@ -79,8 +79,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         lam: λ ≥ 0, weight of the penalty on w.
         mu: μ ≥ 0, weight of the penalty on p_i.
         eta_g: η_g > 0, proximal step; its inverse is the weight of the proximal term towards w^t.
-        shared: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
-        private: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition
+        global_norm: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
+        personal_norm: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition
             a step).
         memory_efficient: the server keeps γ̄ alone, not γ_i of every client.
         personal_start: p_i begins at zero, or at w^0 (but for normalization layers, where it begins at zero).
@@ -94,8 +94,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     lam: float = 1e-4
     mu: float = 1e-3
     eta_g: float = 10.0
-    shared: Norm = "low_rank"
-    private: Norm = "sparse"
+    global_norm: Norm = "low_rank"
+    personal_norm: Norm = "sparse"
     memory_efficient: bool = True
     personal_start: Literal["zero", "initial"] = "zero"
     exclude: tuple[str, ...] = ()
@@ -118,8 +118,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         """w^0, the common initial weights, and γ̄ = 0."""
         model = task.common_model(self.title)
         initial = model.initial
-        refuse_complex(self.title, model.complex, self.shared, self.exclude)
-        refuse_complex(f"{self.title}, private = 'low_rank'", model.complex, self.private)
+        refuse_complex(self.title, model.complex, self.global_norm, self.exclude)
+        refuse_complex(f"{self.title}, personal_norm = 'low_rank'", model.complex, self.personal_norm)
         w = unpenalized_model(initial, self.exclude)
         refuse_computed_weights(model.module, w.ranks, self.title)
         return Server(w, zeros_like(widen(initial)), {})
@@ -145,9 +145,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             return task_loss(model.apply(add(w, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
-            if self.private == "sparse":
+            if self.personal_norm == "sparse":
                 return map_leaves(lambda t: soft_threshold(t, lr * self.mu), p)
-            return apply_prox_dense(p, lr * self.mu, self.private, ())
+            return apply_prox_dense(p, lr * self.mu, self.personal_norm, ())
 
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
@@ -172,7 +172,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
                 gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.eta_g)
             gamma = mean(gamma_by_client.values(), [1.0] * len(gamma_by_client))
         new = apply_prox(
-            add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude, like
+            add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.global_norm, self.exclude, like
         )
         warn_if_all_zero(self.title, server.w, new, view.round)
         return Server(new, gamma, gamma_by_client)
@@ -180,7 +180,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def client_model(self, state: Client, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""
         w = unpack_weights(down, view.model.initial)
-        mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.private))
+        mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.personal_norm))
         return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:

@@ -18,7 +18,7 @@ from typing import Any
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
-from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas, update_deltas
+from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
 from .families.lora_clients import (
@@ -52,7 +52,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         tuning: rank, scale, head and form on the wire.
     """
 
-    split: Split = "B"
+    split: FactorSplit = "B"
     form: DeltaForm = DeltaForm()
     tuning: Tuning = Tuning()
 

@@ -42,7 +42,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     Attributes:
         lam: λ ≥ 0, weight of the penalty.
         eta_g: η_g > 0; the threshold is λ η_g.
-        shared: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
+        norm: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
         exclude: exact names of parameters that λ leaves alone.
     """
 
@@ -51,7 +51,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     optimizer: Optimizer = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
     lam: float = 1e-4
     eta_g: float = 10.0
-    shared: Norm = "low_rank"
+    norm: Norm = "low_rank"
     exclude: tuple[str, ...] = ()
 
     title = "GPGD"
@@ -64,7 +64,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     def server_init(self, task: Task) -> PenalizedModel:
         """w^0, the common initial weights."""
         model = task.common_model(self.title)
-        refuse_complex(self.title, model.complex, self.shared, self.exclude)
+        refuse_complex(self.title, model.complex, self.norm, self.exclude)
         made = unpenalized_model(model.initial, self.exclude)
         refuse_computed_weights(model.module, made.ranks, self.title)
         return made
@@ -87,7 +87,7 @@ class GPGD(Method[PenalizedModel, None, Weights, Params]):
     def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
         """Prox at the mean of the replies."""
         like = view.task.common_model(self.title).initial
-        new = apply_prox(total, self.lam * self.eta_g, self.shared, self.exclude, like)
+        new = apply_prox(total, self.lam * self.eta_g, self.norm, self.exclude, like)
         warn_if_all_zero(self.title, server, new, view.round)
         return new
 

@@ -32,7 +32,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
     Attributes:
         lam: λ ≥ 0, weight of the penalty.
-        shared: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
+        norm: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
         exclude: exact names of parameters that λ leaves alone.
     """
 
@@ -40,7 +40,7 @@ class LPGD(Method[Params, None, Params, Params]):
     batch_size: int = 20
     optimizer: Optimizer = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
     lam: float = 1e-4
-    shared: Norm = "low_rank"
+    norm: Norm = "low_rank"
     exclude: tuple[str, ...] = ()
 
     title = "LPGD"
@@ -52,7 +52,7 @@ class LPGD(Method[Params, None, Params, Params]):
         """w^0, the common initial weights."""
         model = task.common_model(self.title)
         check_exclude(model.initial, self.exclude)
-        refuse_complex(self.title, model.complex, self.shared, self.exclude)
+        refuse_complex(self.title, model.complex, self.norm, self.exclude)
         refuse_computed_weights(model.module, penalized_names(model.initial, self.exclude), self.title)
         return model.initial
 
@@ -63,7 +63,7 @@ class LPGD(Method[Params, None, Params, Params]):
         model, method = view.model, self
 
         def prox(theta: Params, lr: float) -> Params:
-            return apply_prox_dense(theta, lr * method.lam, method.shared, method.exclude)
+            return apply_prox_dense(theta, lr * method.lam, method.norm, method.exclude)
 
         return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)
 

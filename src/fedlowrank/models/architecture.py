@@ -601,10 +601,10 @@ def _type(t: Tensor) -> str:
     return "" if t.dtype == torch.float32 else f" of {t.dtype}".replace("torch.", "")
 
 
-Model = nn.Module | Callable[[], nn.Module]
+ModelSource = nn.Module | Callable[[], nn.Module]
 
 
-def looks_up_ids(model: Model, example: Tensor, key: Key) -> bool:
+def looks_up_ids(model: ModelSource, example: Tensor, key: Key) -> bool:
     """Whether a model looks up whole numbers, such as the numbers of words.
 
     It does if it takes them, and has an ``nn.Embedding`` or refuses the same numbers as float32.
@@ -621,7 +621,7 @@ def looks_up_ids(model: Model, example: Tensor, key: Key) -> bool:
 
 
 def choose_types(
-    models: Mapping[str, Model], example: Mapping[str, Tensor], key: Key
+    models: Mapping[str, ModelSource], example: Mapping[str, Tensor], key: Key
 ) -> dict[str, torch.dtype]:
     """Types of named inputs that are no real numbers, of which all models take one example.
 
@@ -658,7 +658,7 @@ def _has_embedding(module: nn.Module) -> bool:
     return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
 
 
-def _module_to_try(model: Model, key: Key) -> nn.Module | None:
+def _module_to_try(model: ModelSource, key: Key) -> nn.Module | None:
     """A module whose calls change nothing of the user's; None if a factory makes none."""
     if not isinstance(model, nn.Module):
         try:

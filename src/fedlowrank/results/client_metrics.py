@@ -24,8 +24,8 @@ from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import Examples
+from .measurements import Floats
 
-Floats = NDArray[np.float64]
 Labels = NDArray[Any]
 
 BINS = 15

@@ -31,7 +31,7 @@ from .local_model import LocalModel, local_model
 from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
 from .scoring import Scores, ScoringPool, all_scores, concatenate, measure, measure_each, pool_of
 
-Models = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
+ModelsOfClients = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
 """Models, each with the clients that use it."""
 
 SPLITS = ("val", "test")
@@ -276,7 +276,7 @@ class Evaluator:
                         parts.append(evaluate_client(client, info, data, self.metrics, self.federation.loss))
         return Block.join(parts)
 
-    def _score_together(self, models: Models) -> dict[str, Scores] | None:
+    def _score_together(self, models: ModelsOfClients) -> dict[str, Scores] | None:
         """Scores of models of one module on the splits of their clients, by series.
 
         Returns:
@@ -296,7 +296,7 @@ class Evaluator:
                 return _measure(models, pool, self.metrics)
             return self._checked(models, pool)
 
-    def _checked(self, models: Models, pool: ScoringPool) -> dict[str, Scores] | None:
+    def _checked(self, models: ModelsOfClients, pool: ScoringPool) -> dict[str, Scores] | None:
         """Scores by a module; None if it mixes examples of a batch or draws random numbers.
 
         Whether it does is found by comparing the scores of the first client that has examples with those
@@ -354,7 +354,7 @@ def evaluate_client(
         return _block([(client, [info])], scores)
 
 
-def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
+def _measure(models: ModelsOfClients, pool: ScoringPool, metrics: Mapping[str, Metric]) -> dict[str, Scores]:
     """Scores of models on the splits of their clients, by series."""
     predictors = [(model.predictors, len(SPLITS) * len(infos)) for model, infos in models]
     return {
@@ -363,7 +363,7 @@ def _measure(models: Models, pool: ScoringPool, metrics: Mapping[str, Metric]) -
     }
 
 
-def _block(models: Models, scores: Mapping[str, Scores]) -> Block:
+def _block(models: ModelsOfClients, scores: Mapping[str, Scores]) -> Block:
     """What was measured of clients, given the scores of each series on the splits of one client after another."""
     sizes = [
         ({series: model.count_parameters(series) for series in scores}, model.routes or [])

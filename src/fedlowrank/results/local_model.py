@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core import tree
-from ..core.contract.client_model import ClientModel, Parts, Predictor
+from ..core.contract.client_model import ClientModel, ModelSum, Predictor
 from ..core.contract.hook_results import check_client_model
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
 from ..core.contract.model import Model
@@ -67,7 +67,7 @@ class LocalModel:
         return series
 
     @property
-    def parts(self) -> Mapping[str, Parts]:
+    def parts(self) -> Mapping[str, ModelSum]:
         """The parts of each series whose model takes fewer numbers than its weights."""
         return self.client_model.parts
 

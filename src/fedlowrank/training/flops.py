@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..core.contract.model import Model
-from .local_data import Size
+from .local_data import BatchSize
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -85,7 +85,7 @@ class FlopLedger:
         self._known: dict[Any, int] = {}
 
     @contextlib.contextmanager
-    def counting(self, kind: Any, size: Size) -> Iterator[None]:
+    def counting(self, kind: Any, size: BatchSize) -> Iterator[None]:
         """Count the step that is taken inside.
 
         Args:
@@ -96,10 +96,10 @@ class FlopLedger:
             yield
         self._known[kind, size] = counter.total
 
-    def knows(self, kind: Any, size: Size) -> bool:
+    def knows(self, kind: Any, size: BatchSize) -> bool:
         """Whether a step of that kind and size has been counted."""
         return (kind, size) in self._known
 
-    def total(self, kind: Any, sizes: Mapping[Size, int]) -> int:
+    def total(self, kind: Any, sizes: Mapping[BatchSize, int]) -> int:
         """Operations of a number of steps of each size, all of which have been counted."""
         return sum(steps * self._known[kind, size] for size, steps in sizes.items())

@@ -159,7 +159,7 @@ class LocalData:
         columns = self._columns(slice(None) if equal_width else places)
         return gather(self.examples, index, columns=columns, loss=self.loss)
 
-    def chunk_shape(self, places: slice) -> Size:
+    def chunk_shape(self, places: slice) -> BatchSize:
         """What the cost of a chunk depends on, see :func:`size_of`."""
         columns = self._columns(places)
         return (places.stop - places.start,) if columns is None else (places.stop - places.start, columns)
@@ -191,7 +191,7 @@ class LocalData:
         """Columns of the batch of some examples, without a host synchronization; None if no texts."""
         return None if self._ends is None else padded_width(int(self._ends[some].max()))
 
-    def size(self, index: Tensor) -> Size:
+    def size(self, index: Tensor) -> BatchSize:
         """The size of the batch of these examples."""
         if self.lengths is None:
             return (index.numel(),)
@@ -225,11 +225,11 @@ def gather(
     return Batch(channels_last(x.index_select(0, index)), y, step=step, loss=loss)
 
 
-Size = tuple[int, ...]
+BatchSize = tuple[int, ...]
 """Examples of a batch; of texts, examples and tokens of each."""
 
 
-def size_of(batch: Batch) -> Size:
+def size_of(batch: Batch) -> BatchSize:
     """What the cost of a step depends on in a batch."""
     return (len(batch), *batch.x["attention_mask"].shape[1:]) if _text(batch.x) else (len(batch),)
 

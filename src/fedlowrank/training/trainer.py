@@ -21,7 +21,7 @@ from ..models.coupling import mixes_examples
 from ..models.statistics.local_statistics import infer_by
 from .captured_variables import code_of
 from .flops import FlopCounter, FlopLedger
-from .local_data import LocalData, Size, chunk_size, gather, size_of
+from .local_data import BatchSize, LocalData, chunk_size, gather, size_of
 from .steps import Work, layout
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class LocalTrainer:
         taken, the first of each size in every pass: counting may change the order of sums, and a result must
         not depend on what a process did before.
         """
-        seen: set[Size] = set()
+        seen: set[BatchSize] = set()
 
         def around(batch: Batch) -> AbstractContextManager[None]:
             size = size_of(batch)
@@ -197,7 +197,7 @@ class LocalTrainer:
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
         sums: list[T] = []
-        sizes: Counter[Size] = Counter()
+        sizes: Counter[BatchSize] = Counter()
         params = layout(params)
         kind = self._kind(statistic, params, constants)
         standard = self.has_standard(statistic)
@@ -225,7 +225,7 @@ class LocalTrainer:
 
     def count_total(self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]) -> None:
         """Enter the cost of :meth:`total` for a statistic of standard layers, without computing the sum."""
-        kind, sizes = self._kind(statistic, params, constants), Counter[Size]()
+        kind, sizes = self._kind(statistic, params, constants), Counter[BatchSize]()
         for places in self.data.chunk_places():
             size = self.data.chunk_shape(places)
             if not self.ledger.knows(kind, size):

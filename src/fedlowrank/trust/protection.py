@@ -41,7 +41,7 @@ from .abilities import require_ability
 from .compression import Compressed, compress, decompress, parse_stages, with_feedback
 from .privacy.accounting import default_count_noise, next_clip, split_noise
 from .privacy.budget import Budget
-from .privacy.noise import Source, gaussian
+from .privacy.noise import NoiseSource, gaussian
 from .stages import Stage
 from .trust_settings import Trust
 from .updates import (
@@ -276,7 +276,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             view = dataclasses.replace(view, replied=[_unweighted(client) for client in view.replied])
         return ServerState(self.inner.server_update(server.inner, total, view), clip)
 
-    def _share_within(self, total: Any, source: Source) -> float:
+    def _share_within(self, total: Any, source: NoiseSource) -> float:
         """Share of the updates that were within the clipping norm."""
         within, count = float(total["within"]), float(total["count"])
         if self.is_central:
@@ -286,7 +286,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             count = self.expected
         return 0.5 + within / count
 
-    def _source(self, key: Key) -> Source:
+    def _source(self, key: Key) -> NoiseSource:
         """Where noise comes from."""
         return "system" if self.system else key / "noise"
 

@@ -6,10 +6,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...trust.privacy.ledger import PrivacyLedger
-from ...trust.privacy.site_ledger import Kind, SiteRun, accounts, entries, state_folder, total_epsilon_of
+from ...trust.privacy.site_ledger import NoiseKind, SiteRun, accounts, entries, state_folder, total_epsilon_of
 from ..terminal import OUT, say
 
-_WHOSE: dict[Kind, str] = {
+_WHOSE: dict[NoiseKind, str] = {
     "local": "of a client's data, by its own noise",
     "central": "of a client's data, if the server adds the noise that the experiment says",
     "server": "of a server's clients",

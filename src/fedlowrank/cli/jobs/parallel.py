@@ -27,7 +27,7 @@ from ...core.errors import FedlowrankError
 from ...rounds.logs.progress import CONSOLE
 
 Event = dict[str, Any]
-State = Literal["finished", "diverged", "refused", "failed"]
+Ending = Literal["finished", "diverged", "refused", "failed"]
 
 GRACE = 60.0
 """Seconds in which an interrupted worker saves its run; then it is killed."""
@@ -45,7 +45,7 @@ class Outcome:
     """
 
     run: PlannedRun
-    state: State
+    state: Ending
     message: str = ""
 
     @property

@@ -20,8 +20,7 @@ from ...results.records import RoundRecord
 from ...rounds.logs.progress import describe_record
 from ..commands import run_method
 from ..terminal import OUT
-
-Event = dict[str, Any]
+from .parallel import Event
 
 LOGGED = ("cli", "engines", "network", "results", "rounds", "storage")
 """Packages whose log messages are shown, as by the command line."""

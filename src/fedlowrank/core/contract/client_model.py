@@ -13,7 +13,7 @@ from ..tree import Params
 Predictor = Callable[[Any], Tensor]
 """From inputs ``[b, ...]`` to scores ``[b, classes]``."""
 
-Parts = tuple[dict[str, Any], ...]
+ModelSum = tuple[dict[str, Any], ...]
 """Parts that a model is the sum of; each holds weights by name as a tensor, factors or nonzero values
 (:mod:`fedlowrank.linalg.matricize`)."""
 
@@ -34,7 +34,7 @@ class ClientModel:
 
     params: Params | Callable[[], Params]
     series: Mapping[str, Params | Predictor] = field(default_factory=dict)
-    parts: Mapping[str, Parts] = field(default_factory=dict)
+    parts: Mapping[str, ModelSum] = field(default_factory=dict)
     routes: Tensor | None = None
 
     def whole(self) -> Params:

@@ -25,7 +25,7 @@ from ...core.key import Key
 from ..dataset import Dataset, Examples
 from ..partitioning.checks import check_positive
 
-Target: TypeAlias = Callable[[Tensor, int], Tensor]
+PixelTarget: TypeAlias = Callable[[Tensor, int], Tensor]
 """Maps inputs [n, inputs] and a cluster to targets [n, outputs], both float64."""
 
 
@@ -180,7 +180,7 @@ def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
     return weights
 
 
-def _draw_dataset(source: Synthetic, name: str, size: int, target: Target, key: Key) -> Dataset:
+def _draw_dataset(source: Synthetic, name: str, size: int, target: PixelTarget, key: Key) -> Dataset:
     parts = []
     for part, n in (("train", max(1, int(source.share * size + 0.5))), ("test", source.test)):
         x = [_draw_normal(key / part / k, n, source.inputs).float() for k in range(source.clients)]

@@ -6,16 +6,16 @@ used.
 
 from .generate import Decoding, complete_prompts
 from .harness import HarnessTask
-from .score import Format, Score, ScoreTask
+from .score import Render, Score, ScoreTask
 from .tasks import TASKS, DollyTask, PerplexityTask
 
 __all__ = [
     "TASKS",
     "Decoding",
     "DollyTask",
-    "Format",
     "HarnessTask",
     "PerplexityTask",
+    "Render",
     "Score",
     "ScoreTask",
     "complete_prompts",

@@ -19,7 +19,7 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...data.text.table import read_file
 from ..optional import import_library
 from .generate import Decoding, complete_prompts, evaluating
-from .score import Format, Score
+from .score import Render, Score
 
 _INSTALL = "'fedlowrank[harness]'"
 _AT_LEAST_ONE = ("limit", "batch_size", "max_new_tokens", "prompt_tokens")
@@ -79,7 +79,7 @@ class HarnessTask(CheckedFields):
                 "lm_eval: few-shot examples need train_path beside path. Set it, or set shots to 0."
             )
 
-    def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
+    def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
         """Score a model; see :meth:`.score.ScoreTask.score`.
 
         lm_eval seeds the global generators with its own defaults. Afterwards these generators, the mode of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Format = Callable[[Mapping[str, str]], str]
+Render = Callable[[Mapping[str, str]], str]
 """The prompt of an instruction record with ``instruction`` and ``input`` (may be empty).
 
 It should be the format of training.
@@ -35,7 +35,7 @@ class Score:
 class ScoreTask(Protocol):
     """An evaluation; its settings are the fields of a dataclass, ``path`` that of its data among them."""
 
-    def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
+    def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
         """Score a causal language model of transformers, or one wrapped by PEFT.
 
         Raises:

@@ -13,7 +13,7 @@ from ...data.text.table import read_file
 from . import perplexity, rouge
 from .generate import Decoding, complete_prompts
 from .harness import HarnessTask
-from .score import Format, Score
+from .score import Render, Score
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DollyTask(CheckedFields):
     def __post_init__(self) -> None:
         check_bounds(self, {"limit": ">= 1"}, "dolly")
 
-    def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
+    def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
         """See :meth:`.score.ScoreTask.score`."""
         columns = ("instruction", "context", "response", *(() if self.category is None else ("category",)))
         records = _read_records(self.path, columns, optional="context")
@@ -94,7 +94,7 @@ class PerplexityTask(CheckedFields):
                 f"context must be >= 2, it is {self.context}: the first token is predicted by nothing"
             )
 
-    def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
+    def score(self, model: Any, tokenizer: Any, format: Render) -> Score:
         """See :meth:`.score.ScoreTask.score`."""
         columns = [name for name in (self.text, self.instruction, self.input) if name is not None]
         records = _read_records(self.path, columns, self.limit)

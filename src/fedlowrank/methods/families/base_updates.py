@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...adapters.lora.lora_factors import LoRA
-from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
+from ...adapters.wire_format import PackedFactors, WireType, pack_factors, unpack_factors
 from ...core import tree as trees
 from ...core.contract.method import ClientInfo
 from ...core.tree import Params, tree
@@ -42,7 +42,7 @@ class UpdateHistory:
         """The updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
-    def with_update(self, update: Factors, clients: Sequence[ClientInfo], wire: Wire) -> UpdateHistory:
+    def with_update(self, update: Factors, clients: Sequence[ClientInfo], wire: WireType) -> UpdateHistory:
         """With one more update; the given clients have all before it."""
         at = self.at | {str(client.id): len(self.updates) for client in clients}
         return UpdateHistory([*self.updates, pack_factors(update, wire)], at)

@@ -15,13 +15,13 @@ from ...core.arguments.switch import Switch, check_switch
 from ...core.contract.model import Model
 from ...core.errors import ConfigError
 from ...core.tree import Params
-from ...linalg.delta import Delta, Split, split_svd, tail_energy, truncate_delta, update_deltas
+from ...linalg.delta import Delta, FactorSplit, split_svd, tail_energy, truncate_delta, update_deltas
 from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
 
 def first_components(
-    deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: Split, scale: float
+    deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: FactorSplit, scale: float
 ) -> Factors:
     """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
 
@@ -134,7 +134,7 @@ def weighted_sum(
 
 
 @dataclass(frozen=True)
-class Weights:
+class ClientWeights:
     """The weights of a round's replies.
 
     Attributes:
@@ -189,7 +189,9 @@ class Weighing(CheckedFields):
                 f"weighing: need eps > 0 and temperature >= 0; they are {self.eps} and {self.temperature}"
             )
 
-    def weigh(self, deltas: Mapping[str, Delta], ranks: Sequence[int], examples: Sequence[float]) -> Weights:
+    def weigh(
+        self, deltas: Mapping[str, Delta], ranks: Sequence[int], examples: Sequence[float]
+    ) -> ClientWeights:
         """The weights of replies.
 
         Args:
@@ -207,7 +209,7 @@ class Weighing(CheckedFields):
             weights = {n: self._of(errors[n], energy[n], examples) for n in deltas}
         else:
             weights = dict.fromkeys(deltas, self._of(together, total, examples))
-        return Weights(weights, [e / total if total > 0 else 0.0 for e in together])
+        return ClientWeights(weights, [e / total if total > 0 else 0.0 for e in together])
 
     def _of(self, errors: Sequence[float], energy: float, examples: Sequence[float]) -> list[float]:
         # W = 0 truncates to itself at any rank: all errors are 0 and all weights equal

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...adapters.lora.lora_factors import LoRA, lora_of, parameters_beside_factors
 from ...adapters.lora.rank_limits import describe_lowered_ranks
-from ...adapters.wire_format import PackedFactors, Quantized, Rounded, Wire, pack_factors
+from ...adapters.wire_format import PackedFactors, Quantized, Rounded, WireType, pack_factors
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.contract.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
@@ -83,7 +83,7 @@ class Tuning(CheckedFields):
     rank: int = 8
     scaling: Literal["equal", "alpha"] = "equal"
     head: Literal["shared", "personal", "frozen"] = "shared"
-    wire: Wire = "float32"
+    wire: WireType = "float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", check_minimum("tuning.rank", self.rank, 1))

@@ -28,8 +28,8 @@ from flwr.proto.message_pb2 import (
 )
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest, PushAppMessagesResponse
+from google.protobuf.message import AsgiMessage as Protobuf
 from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as Protobuf
 
 from ...core.io.atomic_files import append_event
 from ..intake import CHUNK
@@ -37,10 +37,10 @@ from .connections import KNOWN, Connections
 from .identity import Caller, RefusedCallerError, Roster, identify_caller
 from .instructions import TOO_LARGE, OpenOrders
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 P = TypeVar("P", bound=Protobuf)
 
 CLIENTS = "/v1/fleet/"
@@ -119,7 +119,7 @@ class Gate:
         self.instructions = OpenOrders()
         self._logged: dict[str, float] = {}
 
-    async def client(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def client(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Answer a call to a path of clients."""
         name = str(scope["path"]).removeprefix(CLIENTS)
         try:
@@ -147,7 +147,7 @@ class Gate:
         if isinstance(request, PushObjectRequest) and _parse(PushObjectResponse, reply).stored:
             self.instructions.arrived(request.node.node_id, request.object_id)
 
-    async def server(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def server(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Pass on a call of the server's own processes, and note which instructions they send."""
         path = str(scope["path"])
         if path == f"{SERVER}push-messages":
@@ -170,7 +170,7 @@ class Gate:
         else:
             await self.app(scope, receive, send)
 
-    async def replies(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def replies(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Take the server's limits and what it waits for no more; answer with replies that were refused."""
         asked = json.loads(await read_body(scope, receive))
         self.instructions.set_limits({int(node): int(most) for node, most in asked["limits"].items()})
@@ -178,7 +178,7 @@ class Gate:
         found = {"refused": self.instructions.refused(), "dropped": dropped}
         await answer(send, 200, json.dumps(found), "application/json")
 
-    def _caller(self, scope: Message, name: str) -> Caller:
+    def _caller(self, scope: AsgiMessage, name: str) -> Caller:
         """Who calls; raises Refusal."""
         try:
             caller = identify_caller(scope.get("headers", ()), self.roster)
@@ -198,7 +198,7 @@ class Gate:
             raise Refusal(503, "this client has too many connections")
         return caller
 
-    def prove(self, scope: Message, owner: Hashable) -> bool:
+    def prove(self, scope: AsgiMessage, owner: Hashable) -> bool:
         """Note whose connection a call came by; False if that has too many."""
         return self.connections is None or self.connections.prove(scope.get("client"), owner)
 
@@ -236,19 +236,19 @@ class Gate:
         return True
 
     async def _forward(
-        self, scope: Message, body: bytes, receive: Receive, send: Send, kept: bool = True
+        self, scope: AsgiMessage, body: bytes, receive: Receive, send: Send, kept: bool = True
     ) -> bytes | None:
         """Pass a call on whose body was read; returns the answer if it is a good one, and to be kept."""
         passed, status, found = False, 0, bytearray()
 
-        async def whole() -> Message:
+        async def whole() -> AsgiMessage:
             nonlocal passed
             if passed:
                 return await receive()
             passed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        async def seen(message: Message) -> None:
+        async def seen(message: AsgiMessage) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -260,7 +260,7 @@ class Gate:
         return bytes(found) if kept and status == 200 else None
 
 
-async def read_body(scope: Message, receive: Receive, most: int | None = None) -> bytes:
+async def read_body(scope: AsgiMessage, receive: Receive, most: int | None = None) -> bytes:
     """Read the body of a call.
 
     Args:

@@ -23,12 +23,11 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..access.gate import Gate
+    from ..access.gate import App, AsgiMessage, Gate, Receive, Send
 
 PROBE = "/fedlowrank-guard"
 """A path that answers 204 to a caller with the token, which shows that the guard is installed."""
@@ -45,18 +44,13 @@ MODULE = "fedlowrank.network.deploy.guard"
 CALLERS = ("flower-superexec", "flwr-serverapp")
 """Programs that the SuperLink starts, directly or not, and that call it back."""
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 
 def guarded(gate: Gate, token: str) -> App:
     """Wrap the web application (ASGI) of a gate: 403 to calls that are not a client's and lack the token."""
     from ..access.connections import SERVER
     from ..access.gate import CLIENTS, answer
 
-    async def guard(scope: Message, receive: Receive, send: Send) -> None:
+    async def guard(scope: AsgiMessage, receive: Receive, send: Send) -> None:
         # the start and the end of the application itself are no calls
         if scope["type"] == "lifespan":
             await gate.app(scope, receive, send)
@@ -78,7 +72,7 @@ def guarded(gate: Gate, token: str) -> App:
     return guard
 
 
-def has_token(scope: Message, token: str) -> bool:
+def has_token(scope: AsgiMessage, token: str) -> bool:
     """Whether a call carries the token, compared in constant time."""
     found = [
         bytes(value) for name, value in scope.get("headers", ()) if bytes(name).lower() == HEADER.encode()

@@ -35,7 +35,7 @@ BUDGET = 4000
 FEWEST = 300
 DOTS = 3000  # most dots in the figure of classes
 LISTED = 20  # most classes named in a legend or along an axis
-Stored = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
+Points = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
 
 def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
@@ -59,7 +59,7 @@ def plot_embeddings(groups: Sequence[RunGroup]) -> list[Picture]:
     return [_plot_legend(found[0][0].first, colors, clients), *plots] if plots else []
 
 
-def _load_representations(run: RunRecord) -> Stored | None:
+def _load_representations(run: RunRecord) -> Points | None:
     tensors = read_representations(run.folder)
     if tensors is None or not {"x", "label", "client"} <= tensors.keys():
         return None
@@ -96,7 +96,7 @@ def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
 
 @drawing()
 def _plot_embedding(
-    group: RunGroup, points: Stored, colors: Sequence[str], clients: Sequence[int], total: int
+    group: RunGroup, points: Points, colors: Sequence[str], clients: Sequence[int], total: int
 ) -> Picture:  # fmt: skip
     flat, label, client = points
     figure, axes = new_figure(3.2, 3.2)

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
+
+from ...results.measurements import Floats
 
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE  # a corrected p-value below it is called significant
 RESAMPLES = 9999  # of the bootstrap over clients
 Over = Literal["seeds", "clients"]
-Floats = NDArray[np.float64]
 
 
 class Difference(NamedTuple):

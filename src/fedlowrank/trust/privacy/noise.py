@@ -16,10 +16,10 @@ from ...core.errors import ConfigError
 from ...core.key import Key
 from ..secure_sums import expand
 
-Source = Key | Literal["system"]
+NoiseSource = Key | Literal["system"]
 
 
-def gaussian(like: Mapping[str, Tensor], std: float, source: Source) -> dict[str, Tensor]:
+def gaussian(like: Mapping[str, Tensor], std: float, source: NoiseSource) -> dict[str, Tensor]:
     """Draw independent N(0, std²) of the shapes, types and devices of some tensors.
 
     Numbers are drawn as float64 on the CPU and rounded to the type of the tensor. Attacks on the rounding of
@@ -45,14 +45,14 @@ def gaussian(like: Mapping[str, Tensor], std: float, source: Source) -> dict[str
     return {name: _draw(tensor, std, source, name) for name, tensor in like.items()}
 
 
-def _draw(tensor: Tensor, std: float, source: Source, name: str) -> Tensor:
+def _draw(tensor: Tensor, std: float, source: NoiseSource, name: str) -> Tensor:
     if not tensor.is_floating_point():
         raise ConfigError(f"noise: {name!r} has the type {tensor.dtype}; only floating tensors can be noised")
     drawn = std * _generator(source, name).standard_normal(tuple(tensor.shape))
     return torch.from_numpy(np.asarray(drawn)).to(dtype=tensor.dtype, device=tensor.device)
 
 
-def _generator(source: Source, name: str) -> np.random.Generator:
+def _generator(source: NoiseSource, name: str) -> np.random.Generator:
     if isinstance(source, Key):
         return (source / name).numpy()
     if source != "system":

@@ -35,7 +35,7 @@ STATE = "FEDLOWRANK_STATE"
 SAME_DATA = 0.1
 """Share of the smaller data set from which on two data sets of a client count as the same."""
 
-Kind = Literal["local", "central", "server"]
+NoiseKind = Literal["local", "central", "server"]
 
 
 def state_folder() -> Path:
@@ -83,7 +83,7 @@ class SiteRun:
         began: day and time (UTC).
     """
 
-    kind: Kind
+    kind: NoiseKind
     data: tuple[str, ...] = field(repr=False)
     delta: float
     accountant: Accountant
@@ -240,7 +240,7 @@ def accounts(found: dict[str, tuple[SiteRun, PrivacyLedger]]) -> list[list[str]]
 
 
 def total_epsilon_of(
-    kind: Kind, ledgers: Sequence[PrivacyLedger], delta: float, accountant: Accountant
+    kind: NoiseKind, ledgers: Sequence[PrivacyLedger], delta: float, accountant: Accountant
 ) -> float:
     """ε of the charges of several runs on the same data; see :func:`.accounting.total_epsilon`."""
     if kind == "local":
@@ -266,7 +266,7 @@ def _read(path: Path) -> SiteRun:
     table: dict[str, Any] = read_json(path, dict)
     try:
         run = SiteRun(**{**table, "data": tuple(table["data"])})
-        if run.kind not in get_args(Kind) or not all(isinstance(digest, str) for digest in run.data):
+        if run.kind not in get_args(NoiseKind) or not all(isinstance(digest, str) for digest in run.data):
             raise ValueError("its fields are not as they were written")
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
