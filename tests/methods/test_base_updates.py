@@ -140,3 +140,18 @@ def test_small_updates_of_a_base_in_half_precision_are_not_lost() -> None:
     for update in given:
         by_rounds = by_rounds + update["a"].dense()
     assert float(error) < 0.5 * float((by_rounds.double() - start - total).norm() / total.norm())
+
+
+def test_a_factor_that_is_changed_in_place_changes_the_weights() -> None:
+    lora = find_lora(add_lora(nn.Sequential(nn.Linear(5, 4)), 2, 2.0), None)
+    (name,) = lora.layers
+    weight = lora.layers[name].weight
+    pair = Pair(torch.randn(4, 2), torch.randn(2, 5))
+    one, other = (Base({}, [pack_factors({name: pair}, "float32")]) for _ in range(2))
+    first = one.frozen_factors_or_weights("merged", lora)[1][weight]
+    # the factors are shared, so their sum is, too
+    assert other.frozen_factors_or_weights("merged", lora)[1][weight] is first
+    torch.testing.assert_close(first, lora.base[weight] + pair.b @ pair.a)
+    pair.b.mul_(2)
+    changed = one.frozen_factors_or_weights("merged", lora)[1][weight]
+    torch.testing.assert_close(changed, lora.base[weight] + pair.b @ pair.a)

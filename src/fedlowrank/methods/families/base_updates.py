@@ -101,17 +101,18 @@ class Base:
 class Memo:
     """The last value of each kind, by the tensors that it was made of."""
 
-    values: dict[str, tuple[list[Tensor], Any]] = field(default_factory=dict)
+    values: dict[str, tuple[list[Any], list[Tensor], Any]] = field(default_factory=dict)
 
     def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
         """The value that belongs to a base; it is not to be changed."""
         tensors = [t for _, t in trees.leaves(of)]
-        if any(type(t) is not Tensor for t in tensors):
-            # one that stands for those of many clients, made anew by the engine each time
+        if any(type(t) is not Tensor or t.is_inference() for t in tensors):
+            # one that stands for those of many clients, made anew by the engine each time; or one without a version
             return make()
+        identity = [_identity(t) for t in tensors]
         known = self.values.get(kind)
-        if known is not None and len(known[0]) == len(tensors) and all(map(_same, known[0], tensors)):
-            value: T = known[1]
+        if known is not None and known[0] == identity:
+            value: T = known[2]
             return value
         # the last value goes before the next one is made
         known = None
@@ -119,19 +120,14 @@ class Memo:
         # a value that was made for inference could not be trained with
         with torch.inference_mode(False), torch.no_grad():
             made = make()
-        self.values[kind] = (tensors, made)
+        # the tensors are held, so that no other one takes their place in memory
+        self.values[kind] = (identity, tensors, made)
         return made
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one place in memory; the values of states and messages never change there."""
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
-        b.data_ptr(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.device,
-    )
+def _identity(t: Tensor) -> Any:
+    """What two tensors of one place in memory and of one content share; a change in place counts up the version."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t._version
 
 
 def _memo(lora: LoRA) -> Memo:
