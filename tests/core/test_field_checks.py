@@ -65,7 +65,7 @@ def refused(make: Callable[[], Any]) -> str:
         (lambda: FedAvg(epochs=None), "FedAvg.epochs: input should be a valid integer; it is None"),
         (lambda: FedAvg(batch_size="32"), "FedAvg.batch_size: input should be a valid integer; it is '32'"),
         (lambda: FedAvg(1, "32"), "FedAvg.batch_size: input should be a valid integer; it is '32'"),
-        (lambda: FedAvg(*range(1, 9)), "takes at most 5 arguments (epochs, batch_size, optimizer, drop_last, weighting)"),
+        (lambda: FedAvg(*range(1, 9)), "takes at most 6 arguments (epochs, batch_size, optimizer, drop_last, steps, weighting)"),
         (lambda: FedAvg(weighting="example"), "FedAvg.weighting: 'example' is no choice. Did you mean 'examples'?"),
         (lambda: FedAvg(optimizer="adam"), "SGD(...) or fedlowrank.AdamW(...), not 'adam'. Write optimizer=AdamW()"),
         (lambda: FedAvg(optimizer={"lr": 0.1}), "Write optimizer=SGD(lr=0.1)"),
@@ -190,6 +190,7 @@ def test_signatures_stay_as_they_are_written() -> None:
         "batch_size",
         "optimizer",
         "drop_last",
+        "steps",
         "weighting",
     ]
     assert inspect.signature(SGD).parameters["lr"].default == 0.01

@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "no series": ("client_model", lambda s, c, d, v: ClientModel(d, {"a": 3}), "a must be a dict"),  # type: ignore[dict-item]
     "no first state": ("server_init", lambda s, t: None, "see what server_init and server_update return"),
     "no next state": ("server_update", lambda s, a, t, v: None, "server_update returned None"),
-    "list of passes": ("passes", lambda s: [Pass()], 'it returned a list. Write return {"local": Pass('),
+    "list of passes": ("passes", lambda s: [Pass()], 'it returned a list. Write return {"local": self.main_pass}'),
     "numbers for passes": ("passes", lambda s: {"local": 3}, "it returned a dict of a int"),
     "no passes": ("passes", lambda s: {}, "passes must return a dict of passes by name"),
     "bare contribution": ("contribution", lambda s, u, c, v: u, "Wrap it, such as Mean(upload, client.examples)"),

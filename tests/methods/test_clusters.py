@@ -15,7 +15,7 @@ from fedlowrank.adapters.mixtures.mixture import Pairs
 from fedlowrank.adapters.mixtures.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.contract.contribution import Aggregator
-from fedlowrank.core.contract.method import Batch, ClientInfo
+from fedlowrank.core.contract.method import Batch, ClientInfo, Pass
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.learning.server_optimizer import (
@@ -148,10 +148,10 @@ def test_the_largest_are_mixed_and_of_equal_ones_the_first() -> None:
 
 
 def test_passes_of_a_router() -> None:
-    assert list(Router().passes(2, 8)) == ["local", "router"]
-    sweep = Router(adapt=7).passes(2, 8)["router"]
+    assert list(Router().passes(Pass(2, 8))) == ["local", "router"]
+    sweep = Router(adapt=7).passes(Pass(2, 8))["router"]
     assert (sweep.epochs, sweep.batch_size, sweep.steps) == (7, 8, 7)
-    assert Router(adapt=0).passes(2, 8)["router"].steps == 1
+    assert Router(adapt=0).passes(Pass(2, 8))["router"].steps == 1
 
 
 def test_a_known_cluster_or_what_is_missing() -> None:

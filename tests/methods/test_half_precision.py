@@ -462,7 +462,7 @@ def test_statistics_of_many_examples(kind: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", ["low_rank", "sparse"])
 def test_a_step_with_its_prox_is_rounded_once(norm: Any, dtype: torch.dtype, engine: Any) -> None:
     optimizer = SGD(lr=0.05, momentum=0.9)
-    method = LPGD(epochs=3, batch_size=8, lam=0.02, shared=norm, optimizer=optimizer)
+    method = LPGD(epochs=3, batch_size=8, lam=0.02, norm=norm, optimizer=optimizer)
     run = run_of(method, dtype, 2)
     run.engine = engine()
     jobs = [ClientJob(None, run.state.server, c) for c in run.federation.infos]

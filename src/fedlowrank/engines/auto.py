@@ -66,9 +66,13 @@ def _operations(method: AnyMethod, federation: Federation, clients: int) -> floa
     """Floating-point operations of a round's training, roughly: three forward passes for each example."""
     models = federation.architectures
     each = {name: forward_flops(model) for name, model in models.items()}
-    one_epoch = sum(3 * each[info.architecture] * info.examples for info in federation.infos)
-    epochs = sum(sweep.epochs for sweep in method.local_passes().values())
-    return one_epoch * epochs * clients / len(federation.infos)
+    passes = method.local_passes().values()
+    total = 0.0
+    for info in federation.infos:
+        # a step may take the remaining examples of an epoch, but no more than there are
+        seen = sum(min(p.batch_size, info.examples) * p.steps_over(info.examples) for p in passes)
+        total += 3 * each[info.architecture] * seen
+    return total * clients / len(federation.infos)
 
 
 @dataclass

@@ -42,8 +42,8 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     def passes(self) -> dict[str, Pass]:
         """One for each model; the place of a pass decides on its order of examples."""
-        personal = self.epochs if self.personal_epochs is None else self.personal_epochs
-        return {"global": Pass(self.epochs, self.batch_size), "personal": Pass(personal, self.batch_size)}
+        own = None if self.personal_epochs is None else Pass(self.personal_epochs, self.batch_size)
+        return {"global": self.main_pass, "personal": own or self.main_pass}
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

@@ -68,7 +68,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
-        return self.router.passes(self.epochs, self.batch_size)
+        return self.router.passes(self.main_pass)
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``, the first that of every other method."""

@@ -82,7 +82,7 @@ class FedALA(Method[Params, Own, Params, Params]):
     def passes(self) -> dict[str, Pass]:
         """Of the model, and of W in a client's second round and in the following ones."""
         return {
-            "local": Pass(self.epochs, self.batch_size),
+            "local": self.main_pass,
             "weights": Pass(1, self.batch_size, share=self.share),
             "first_weights": Pass(self.first_epochs, self.batch_size, share=self.share),
         }

@@ -62,7 +62,7 @@ class FedBABU(Method[Params, None, Params, Params]):
     def passes(self) -> dict[str, Pass]:
         """Local training, and the fine-tuning before inference."""
         return {
-            "body": Pass(self.epochs, self.batch_size),
+            "body": self.main_pass,
             "fine_tuning": Pass(self.fine_tuning_epochs, self.batch_size),
         }
 

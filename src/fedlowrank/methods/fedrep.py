@@ -43,7 +43,7 @@ class FedRep(Method[Params, Params, Params, Params]):
 
     def passes(self) -> dict[str, Pass]:
         """The two phases."""
-        return {"head": Pass(self.head_epochs, self.batch_size), "base": Pass(self.epochs, self.batch_size)}
+        return {"head": Pass(self.head_epochs, self.batch_size), "base": self.main_pass}
 
     server_init = initial_body
     client_init = initial_head

@@ -110,7 +110,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""
         return {
-            "phase1": Pass(self.epochs, self.batch_size),
+            "phase1": self.main_pass,
             "phase2": Pass(self.fusion_epochs, self.batch_size),
         }
 

@@ -127,7 +127,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def passes(self) -> dict[str, Pass]:
         """Masked training, and the batch whose gradient says what grows."""
-        return {"local": Pass(self.epochs, self.batch_size), "grow": Pass(1, self.batch_size, steps=1)}
+        return {"local": self.main_pass, "grow": Pass(1, self.batch_size, steps=1)}
 
     def server_init(self, task: Task) -> Server:
         """w^0, and the masks as the clients draw them."""

@@ -128,7 +128,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
-        return self.router.passes(self.epochs, self.batch_size)
+        return self.router.passes(self.main_pass)
 
     def server_init(self, task: Task) -> Server:
         """u^0, and adaptors that are zero."""

@@ -85,7 +85,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the step before inference."""
-        return {"local": Pass(self.epochs, self.batch_size), "adapt": Pass(1, self.batch_size, steps=1)}
+        return {"local": self.main_pass, "adapt": Pass(1, self.batch_size, steps=1)}
 
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""

@@ -66,7 +66,7 @@ class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]
 
     def passes(self) -> dict[str, Pass]:
         """Step 1 and step 2."""
-        sweep = Pass(self.epochs, self.batch_size)
+        sweep = self.main_pass
         return {"model": sweep, "adapter": sweep}
 
     def server_init(self, task: Task) -> PFedLoRAAdapter:

@@ -71,7 +71,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
 
     def passes(self) -> dict[str, Pass]:
         """Local rounds, and the mini-batch of the personal model."""
-        local = Pass(self.epochs, self.batch_size)
+        local = self.main_pass
         if self.local_rounds is not None:
             # an epoch has at least one mini-batch, so there are R of them at a client of any size
             local = Pass(self.local_rounds, self.batch_size, steps=self.local_rounds)

@@ -89,7 +89,7 @@ class LocalData:
             part = None if n == len(self.examples) else self._draw(n, name)
             lengths = self.lengths if self.by_length else None
             steps: list[Tensor] = []
-            for _ in range(sweep.epochs):
+            for _ in itertools.count() if sweep.epochs is None else range(sweep.epochs):
                 if lengths is not None:
                     seen = lengths if part is None else lengths[part]
                     batches = length_buckets(seen, sweep.batch_size, generator)
@@ -97,6 +97,8 @@ class LocalData:
                     places, size = torch.randperm(n, generator=generator), sweep.batch_size
                     batches = [places[a : a + size] for a in range(0, n, size)] if n > size else [places]
                 steps += sweep.complete(batches)
+                if sweep.steps is not None and len(steps) >= sweep.steps:
+                    break
             steps = steps[: sweep.steps]
             self._orders[name] = steps if part is None else [part[i] for i in steps]
         return self._orders[name]

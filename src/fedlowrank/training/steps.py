@@ -61,7 +61,7 @@ class Work:
             self.taken = list(before.taken)
             self.memory = [[_own(t, copy) for t in tensors_like(request.start, s)] for s in before.slots]
         self._is_half = any(tree.wide_type(p.dtype) != p.dtype for p in self.params)
-        self._lr = request.optimizer.learning_rate(round)
+        self._lr, self._round = request.optimizer.learning_rate(round), round
         self._step, self._steps = 0, steps
         self.is_scheduled = not request.optimizer.local_schedule.is_constant
         self.is_plain_sgd = self._is_plain_sgd()
@@ -161,7 +161,7 @@ class Work:
 
     def _scale(self) -> float:
         """Factor of the schedule within the pass on the learning rate of this step."""
-        return self.request.optimizer.local_schedule.scale(self._step, self._steps)
+        return self.request.optimizer.local_schedule.scale(self._step, self._steps, self._round)
 
     def _after_prox(self, params: list[Tensor], prox: Callable[..., Any]) -> list[Tensor]:
         """The prox of parameters, in float32 for half precision.

@@ -85,10 +85,10 @@ class Router(CheckedFields):
         """Whether θ is found by the loss of each cluster."""
         return self.routing == "learned" and self.update == "mfl"
 
-    def passes(self, epochs: int, batch_size: int) -> dict[str, Pass]:
+    def passes(self, local: Pass) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
         adapt = max(1, self.adapt)
-        return {"local": Pass(epochs, batch_size), "router": Pass(adapt, batch_size, adapt)}
+        return {"local": local, "router": Pass(adapt, local.batch_size, adapt)}
 
     def shares(self, theta: Tensor) -> Tensor:
         """π ``[C]`` of θ ``[C]``."""

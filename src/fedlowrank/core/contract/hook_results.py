@@ -50,7 +50,7 @@ def check_passes(method: Any, found: Any) -> dict[str, Pass]:
         return found
     raise TaskError(
         f"{type(method).__name__}.passes must return a dict of passes by name; it returned {_kind(found)}. Write "
-        'return {"local": Pass(self.epochs, self.batch_size)}'
+        'return {"local": self.main_pass}'
     )
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..arguments.bounds import check_bounds
 from ..arguments.field_checks import CheckedFields
+from ..arguments.switch import refuse_unread_field
+from ..errors import ConfigError
 from ..key import Key
 from ..learning.optimizer import SGD, Optimizer, OptimizerState, refuse_keep
 from ..tree import Params
@@ -259,12 +261,15 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         drop_last: whether an epoch of local training leaves out an incomplete last batch, as PyTorch's
             ``DataLoader`` does; other examples each time. A client with fewer examples than a batch trains on
             them as one batch. The weight of a client stays its number of examples n_k.
+        steps: local steps of a round instead of epochs, as many at every client; None for epochs. A client with few
+            examples sees them several times, in a new order each time.
     """
 
     epochs: int = 1
     batch_size: int = 64
     optimizer: Optimizer = SGD(lr=0.01)
     drop_last: bool = False
+    steps: int | None = None
 
     title: ClassVar[str]
     citation: ClassVar[str] = ""
@@ -287,7 +292,11 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     """Settings under which a learning rate of 0 changes no model, where penalties act without training."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1"}, self.title)
+        check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1", "steps": ">= 1"}, self.title)
+        if self.steps is not None:
+            refuse_unread_field(
+                self, "epochs", self.title, f"with {self.title}.steps = {self.steps}", "leave steps out"
+            )
         check_bounds(self, self.bounds, self.title)
         for one in fields(self) if self.keep_refusal else ():
             refuse_keep(one.name, getattr(self, one.name), self.title, self.keep_refusal)
@@ -301,16 +310,24 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """What a user should know of the settings on this task, such as a rank other than the one set."""
         return []
 
+    @property
+    def main_pass(self) -> Pass:
+        """The pass that ``epochs`` or ``steps``, and ``batch_size`` describe."""
+        return Pass(self.epochs if self.steps is None else None, self.batch_size, self.steps)
+
     def passes(self) -> dict[str, Pass]:
         """Named passes over the local data in one round."""
-        return {"local": Pass(self.epochs, self.batch_size)}
+        return {"local": self.main_pass}
 
     def local_passes(self) -> dict[str, Pass]:
         """:meth:`passes` with ``drop_last`` applied; what engines execute. Override :meth:`passes`."""
-        return {
-            n: replace(sweep, drop_last=sweep.drop_last or self.drop_last)
-            for n, sweep in check_passes(self, self.passes()).items()
-        }
+        found = check_passes(self, self.passes())
+        if self.steps is not None and all(sweep.epochs is not None for sweep in found.values()):
+            raise ConfigError(
+                f"{self.title}.steps = {self.steps} does nothing: none of its passes() reads it. Return self.main_pass "
+                "for the pass that it should describe"
+            )
+        return {n: replace(sweep, drop_last=sweep.drop_last or self.drop_last) for n, sweep in found.items()}
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """Which clients train in a round, by default the clients that the protocol sampled."""

@@ -86,7 +86,7 @@ class Pass:
     """One sweep over the local data of a client.
 
     Attributes:
-        epochs: times every example is seen.
+        epochs: times every example is seen; None for as many as ``steps`` take.
         batch_size: examples a step; the last step of an epoch takes the remaining ones.
         steps: end after so many steps, or None.
         share: of the examples, in (0, 1]. Below 1, each pass of a round sees its own random part of them.
@@ -94,11 +94,15 @@ class Pass:
             all the same, so that every client takes a step.
     """
 
-    epochs: int = 1
+    epochs: int | None = 1
     batch_size: int = 64
     steps: int | None = None
     share: float = 1.0
     drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            raise TaskError("Pass: a pass needs epochs or steps, and both are None")
 
     def examples_of(self, total: int) -> int:
         """Number of examples that the pass sees: its share of the total, rounded down, at least one."""
@@ -107,8 +111,8 @@ class Pass:
     def steps_over(self, total: int) -> int:
         """Optimizer steps of the pass at a client with so many examples."""
         full, rest = self._batches(total)
-        steps = self.epochs * (full + (rest > 0))
-        return steps if self.steps is None else min(steps, self.steps)
+        steps = None if self.epochs is None else self.epochs * (full + (rest > 0))
+        return min(n for n in (steps, self.steps) if n is not None)
 
     def has_batch_of_one(self, total: int) -> bool:
         """Whether a step at a client with so many examples sees a single one."""

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..arguments.bounds import check_minimum
 from ..arguments.field_checks import CheckedFields
 from ..arguments.switch import Switch, check_switch
 from ..errors import ConfigError
@@ -59,7 +60,7 @@ class Schedule(CheckedFields):
 
 @dataclass(frozen=True)
 class LocalSchedule(CheckedFields):
-    """How the learning rate changes over the local steps of a pass; it begins again in every pass of every round.
+    """How the learning rate changes over the local steps of a pass; it begins again in every round, or goes on for ``rounds``.
 
     It is a factor beside that of :class:`Schedule`, the same for all parameters.
 
@@ -73,6 +74,8 @@ class LocalSchedule(CheckedFields):
             warm-up, so that clients with fewer examples fall faster.
         floor: of cosine and linear, as a share of the learning rate.
         warmup: local steps of linear growth from ``1 / (warmup + 1)`` before the above begins.
+        rounds: how many rounds the schedule goes on, as that of a trainer over a whole run; None to begin again in every
+            round. The place in it is that of the round, however often the client took part.
     """
 
     kind: Literal["constant", "exponential", "step", "cosine", "linear"] = "constant"
@@ -81,6 +84,7 @@ class LocalSchedule(CheckedFields):
     steps: int | None = None
     floor: float = 0.0
     warmup: int = 0
+    rounds: int | None = None
 
     switch: ClassVar[Switch] = Switch(
         "kind",
@@ -94,6 +98,13 @@ class LocalSchedule(CheckedFields):
 
     def __post_init__(self) -> None:
         _check_schedule(self, "local_schedule", "steps")
+        if self.rounds is not None:
+            check_minimum("local_schedule.rounds", self.rounds, 1)
+        if self.rounds is not None and self.is_constant:
+            raise ConfigError(
+                f"local_schedule.rounds = {self.rounds} does nothing where the learning rate is constant: set "
+                "local_schedule.kind, such as cosine, or local_schedule.warmup"
+            )
 
     @property
     def is_constant(self) -> bool:
@@ -105,13 +116,16 @@ class LocalSchedule(CheckedFields):
         """Whether clients with other numbers of steps have other learning rates."""
         return self.kind in ("cosine", "linear") and self.steps is None
 
-    def scale(self, step: int, total: int) -> float:
+    def scale(self, step: int, total: int, round: int = 0) -> float:
         """Factor on the learning rate at a step.
 
         Args:
-            step: counted from 0.
+            step: of the pass, counted from 0.
             total: steps of the pass.
+            round: counted from 0.
         """
+        if self.rounds is not None:
+            step, total = round * total + step, self.rounds * total
         return _scale(self, step, max(1, total - self.warmup) if self.steps is None else self.steps)
 
 
