@@ -17,6 +17,7 @@ from ..core.io.atomic_files import write_json
 from ..core.tree import Params
 from ..data.text.text_formats import render
 from ..data.text.text_records import Instruction
+from ..language.export.server_model import find_server_model
 from ..language.scores import TASKS, Score, ScoreTask
 from ..language.text_federation import Language
 from ..rounds.run import Run
@@ -114,9 +115,11 @@ def params_of(run: Run, name: str) -> Params:
     if name == "base":
         return {}
     if name == "server":
-        found = run.local_model(run.federation.infos[0]).server
+        found = find_server_model(run)
         if found is None:
-            raise ConfigError(f"{run.method.title} has no model of the server's own; name a client")
+            raise ConfigError(
+                f"{run.method.title} has no model of the server; name a client, such as --model 0"
+            )
         return found
     if not name.isdecimal() or int(name) >= len(run.federation.infos):
         raise ConfigError(

@@ -28,6 +28,7 @@ from .artifacts import METADATA
 from .base_model import LanguageBase, LoadedBase, load_base
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
+from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
 from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
@@ -145,16 +146,13 @@ class Language:
             written.extend(made)
 
         facts = gather_facts(run, ranks, records)
+        server = find_server_model(run)
+        if server is not None:
+            write("server", folders.model(server, run.round, None), settings.merged)
+        elif settings.merged:
+            raise TaskError(f"merged: {run.method.title} has no model of the server to write as a whole")
         for info in run.federation.infos:
-            found = run.local_model(info)
-            if info.id == 0:
-                if found.server is not None:
-                    write("server", folders.model(found.server, run.round, None), settings.merged)
-                elif settings.merged:
-                    raise TaskError(
-                        f"merged: {run.method.title} has no model of the server to write as a whole"
-                    )
-            write(f"client_{info.id:04d}", folders.model(found.personal(), run.round, info.id))
+            write(f"client_{info.id:04d}", folders.model(run.personal(info), run.round, info.id))
         return written
 
     def _folders(self, settings: ExportSettings) -> AdapterFolders:

@@ -69,5 +69,8 @@ def upload_model(folder: Path, repository: str, message: str) -> str:
             cure = f"The token may not write there. {LOG_IN}"
         elif status is not None or isinstance(error, ValueError):
             cure = f"The Hub refused it. The folder {folder} is complete and can be uploaded later."
-        raise DataError(f"cannot upload to {repository} at {api.endpoint}: {error}. {cure}") from error
+        why = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
+        raise DataError(
+            f"cannot upload to {repository} at {api.endpoint}: {why.rstrip('.')}. {cure}"
+        ) from error
     return str(address)
