@@ -47,7 +47,10 @@ def base_of(folder: Path, base: Path) -> Path:
 
 def write_prompt(folder: Path, tokenizer: object, question: str) -> str:
     """The prompt of a question in the format that the run was trained in."""
-    template = json.loads((folder / "fedlowrank.json").read_text())["prompt"]
+    stored = json.loads((folder / "fedlowrank.json").read_text())
+    if "prompt" not in stored:
+        raise SystemExit(f"{folder} does not say how it was trained; write it again by `fedlowrank adapters`")
+    template = stored["prompt"]
     if template is None:
         turns = [{"role": "user", "content": question}]
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

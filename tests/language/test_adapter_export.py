@@ -320,3 +320,15 @@ def test_the_card_of_many_clients_has_ranges() -> None:
     few = format_card(CardModel("me/base", 1, True, rank=4), dataclasses.replace(facts, clients=((10, 4),)))
     assert "The model of client 1" in few
     assert "| 0 | 10 | 4 |" in few
+
+
+def test_one_model_is_truncated_only_if_a_rank_is_set(llama: Path, tmp_path: Path) -> None:
+    run = run_of(half_dense(llama, tmp_path))
+    params, language = run.local_model(run.federation.infos[0]).server, language_of_run(run)
+    assert params is not None
+    assert config_of(language.write_one(tmp_path / "exact", params, 2, None))["modules_to_save"]
+    ranked = dataclasses.replace(language, export=ExportSettings(rank=3))
+    folder = ranked.write_one(tmp_path / "ranked", params, 2, None)
+    assert config_of(folder)["r"] == 3
+    assert is_plain_adapter(folder)
+    assert truncation(folder)["error"] == pytest.approx(best_of_rank(run, 3)[1], rel=1e-3)

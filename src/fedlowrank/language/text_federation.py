@@ -190,9 +190,15 @@ class Language:
         (path / "README.md").write_text(format_card(card, facts))
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """Write one model without truncation: an adapter folder, or a whole model if all its base weights moved."""
+        """Write one model: as an adapter of at most ``export.rank`` if that is set, or else without truncation.
+
+        Without truncation it is a whole model if all its base weights moved.
+        """
         folders = self._folders(self.export)
-        return folders.write_exact(folder, folders.model(params, round, client))
+        model = folders.model(params, round, client)
+        if self.export.rank is None:
+            return folders.write_exact(folder, model)
+        return folders.write_adapter(folder, model, folders.truncate(model, self.export.rank))
 
     @contextlib.contextmanager
     def live(self, params: Params) -> Iterator[Any]:

@@ -19,7 +19,8 @@ class ExportSettings(CheckedFields):
         form: adapters: every model is a LoRA adapter of the base, which PEFT, vLLM and llama.cpp load, truncated to
             ``rank`` if its update has a larger one; exact: nothing is truncated, and a layer whose update is a
             full matrix is stored whole.
-        rank: largest rank of an adapter; None for the largest rank of a client.
+        rank: largest rank of an adapter; None for the largest rank of a client. What ``fedlowrank serve`` and ``join``
+            write is truncated only if it is set.
         merged: also write the server's model as a whole one, in the dtype of the base: the base plus the adapter that
             is written. Of ``fedlowrank adapters`` alone.
         card: write a model card, README.md, to each folder.
