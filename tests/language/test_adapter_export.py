@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fedlowrank.cli.language_commands import language_of_run
 from fedlowrank.cli.main import main
@@ -126,6 +127,9 @@ def test_a_layer_is_stored_whole_only_in_the_exact_form(stored: Path, llama: Pat
     out, run = export(stored, tmp_path / "out", "--exact", "--no-card"), open_run(stored, "")
     assert not is_plain_adapter(out / "server")
     assert config_of(out / "server")["modules_to_save"]
+    told = export(stored, tmp_path / "cards", "--exact") / "server" / "README.md"
+    for name in config_of(out / "server")["modules_to_save"]:
+        assert name in told.read_text().partition("These layers are stored whole: ")[2]
     assert "truncation" not in json.loads((out / "server" / "fedlowrank.json").read_text())
     assert not list(out.glob("*/README.md"))
     torch.testing.assert_close(
@@ -332,3 +336,22 @@ def test_one_model_is_truncated_only_if_a_rank_is_set(llama: Path, tmp_path: Pat
     assert config_of(folder)["r"] == 3
     assert is_plain_adapter(folder)
     assert truncation(folder)["error"] == pytest.approx(best_of_rank(run, 3)[1], rel=1e-3)
+
+
+@pytest.mark.full
+def test_the_adapter_of_a_classifier_holds_its_head(bert: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"{['a fox', 'a dog'][i % 2]} {i % 5}", "label": i % 2} for i in range(40)]
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    tables = causal(bert, tmp_path, lora={"target_modules": ["query", "value"]})
+    tables["data"] = {"source": "text_classes", "path": str(path), "normalize": "none"}
+    tables["language"] = {"path": str(bert), "task": "classification", "context": 32}
+    run = run_of(tables)
+    language_of_run(run).write(run, tmp_path / "out")
+    base = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=2)
+    with torch.no_grad():
+        scores = PeftModel.from_pretrained(base, tmp_path / "out" / "client_0001")(**inputs(run)).logits
+    torch.testing.assert_close(scores, live(run, 1), rtol=0, atol=1e-5)
+    told = json.loads((tmp_path / "out" / "server" / "fedlowrank.json").read_text())
+    assert "prompt" not in told
+    assert "pipeline_tag: text-classification" in (tmp_path / "out" / "server" / "README.md").read_text()

@@ -177,12 +177,14 @@ class Language:
 
     def _write_card(self, path: Path, base: str, model: ModelParts, facts: RunFacts) -> None:
         """Write the model card of a folder."""
-        is_adapter, whole = (path / METADATA).is_file(), tuple(model.weight_updates)
+        is_adapter, whole = (path / METADATA).is_file(), tuple[str, ...]()
         stored = json.loads((path / METADATA).read_text()) if is_adapter else {}
         if is_adapter:
             # that of adapters for a base that changed lies beside them
             config = json.loads((path / "adapter_config.json").read_text())
-            base, whole = config["base_model_name_or_path"], tuple(config["modules_to_save"] or ())
+            base = config["base_model_name_or_path"]
+            saved = config["modules_to_save"] or ()
+            whole = tuple(name for name in model.weight_updates if name in saved)
         client = None if path.name == COMMON else model.client
         truncation = stored.get("truncation")
         task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None

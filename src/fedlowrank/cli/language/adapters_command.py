@@ -19,6 +19,9 @@ from ...storage.run_folder import RunFolder
 from ..language_commands import language_of_run, open_language_run
 from ..terminal import OUT
 
+SHOWN = 8
+"""Layers of the largest truncation errors that are printed of a model."""
+
 
 def adapters(
     folder: Path,
@@ -105,6 +108,9 @@ def _print_truncation(path: Path) -> None:
     # what is below is the rounding of float32
     if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")
-        for name, error in truncation["layers"].items():
+        largest = sorted(truncation["layers"].items(), key=lambda item: -item[1])
+        for name, error in largest[:SHOWN]:
             table.add_row(name, f"{error:.3g}")
         OUT.print(table)
+        if len(largest) > SHOWN:
+            OUT.print(f"  and {len(largest) - SHOWN} more layers in {beside}", soft_wrap=True)
