@@ -27,10 +27,17 @@ TURNS = ["who is 1?", "and who is 2?"]
 
 @pytest.fixture(scope="module")
 def base(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a chat template."""
+    """The tiny Llama with a chat template, and weights so large that what it writes depends on every token."""
     folder = tmp_path_factory.mktemp("base") / "llama"
-    shutil.copytree(llama, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in layer.parameters():
+                if weight.dim() == 2:
+                    weight *= 10
+    model.save_pretrained(folder)
+    shutil.copytree(llama, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model.safetensors"))
+    tokenizer = AutoTokenizer.from_pretrained(llama)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
