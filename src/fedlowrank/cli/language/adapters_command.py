@@ -54,7 +54,8 @@ def adapters(
     if is_taken:
         RunFolder.move_aside(out)
     with as_checkpoint_error(f"cannot write {out}"):
-        written = language.write(run, out, settings, RunRecord.load(folder).rounds)
+        records = RunRecord.load(folder).rounds if settings.card else []
+        written = language.write(run, out, settings, records)
     for path in written:
         OUT.print(str(path), soft_wrap=True)
         _print_truncation(path)

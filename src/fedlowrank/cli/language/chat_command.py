@@ -45,7 +45,12 @@ def chat(
         if prompt is not None:
             print(conversation.reply(prompt))
             return 0
-        how = "its chat template" if conversation.has_template else f"the format {language.settings.format!r}"
+        trained = language.settings.format
+        how = f"the format {trained!r}"
+        if conversation.has_template:
+            how = "its chat template" + (
+                "" if trained == "chat" else f" (it was trained in the format {trained!r})"
+            )
         say(f"{run.method.title} after round {run.round}, model {name}, asked in {how}. Ctrl-D ends.")
         _answer_lines(conversation)
     return 0
