@@ -6,6 +6,7 @@ python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
 from __future__ import annotations
 
 import argparse
+import json
 import warnings
 from pathlib import Path
 
@@ -23,11 +24,17 @@ def main(base: Path, adapters: Path, question: str) -> None:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     tokenizer = AutoTokenizer.from_pretrained(base)
     folders = sorted(f for f in adapters.iterdir() if (f / "adapter_config.json").exists())
-    print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, question)!r}")
+    if not folders:
+        raise SystemExit(
+            f"{adapters} holds no adapter folders; `fedlowrank adapters RUN -o {adapters}` writes them"
+        )
+    # all adapters of a run were trained in one format
+    prompt = write_prompt(folders[0], tokenizer, question)
+    print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, prompt)!r}")
     for folder in folders:
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_of(folder, base)), folder)
         rank = model.peft_config["default"].r
-        print(f"{folder.name}, rank {rank}: {answer(model, tokenizer, question)!r}")
+        print(f"{folder.name}, rank {rank}: {answer(model, tokenizer, prompt)!r}")
     print(f"{len(folders)} adapter folders loaded by peft.PeftModel.from_pretrained")
 
 
@@ -38,9 +45,23 @@ def base_of(folder: Path, base: Path) -> Path:
     return beside if named == str(beside) else base
 
 
-def answer(model: torch.nn.Module, tokenizer: object, question: str) -> str:
-    """Greedy continuation of a question in the plain format."""
-    rows = tokenizer(f"{question}\n", return_tensors="pt")
+def write_prompt(folder: Path, tokenizer: object, question: str) -> str:
+    """The prompt of a question in the format that the run was trained in."""
+    stored = json.loads((folder / "fedlowrank.json").read_text())
+    if "prompt" not in stored:
+        raise SystemExit(f"{folder} does not say how it was trained; write it again by `fedlowrank adapters`")
+    template = stored["prompt"]
+    if template is None:
+        turns = [{"role": "user", "content": question}]
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return template.replace("{instruction}", question)
+
+
+def answer(model: torch.nn.Module, tokenizer: object, prompt: str) -> str:
+    """Greedy continuation of a prompt."""
+    # a chat template begins with the special tokens itself
+    own = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    rows = tokenizer(prompt, return_tensors="pt", add_special_tokens=not own)
     made = model.generate(**rows, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return tokenizer.decode(made[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedlowrank.cli.language_commands import language_of_run
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.language.export.export_settings import ExportSettings
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.linalg.truncation import relative_error, truncate_update
 from fedlowrank.rounds.run import Run
@@ -49,7 +50,7 @@ def live(run: Run, client: int | None) -> Tensor:
 def test_a_base_that_moved_is_written_once(method: str, llama: Path, tmp_path: Path) -> None:
     run = run_of(causal(llama, tmp_path, method=method, lora={"ranks": [2]}))
     out = tmp_path / "out"
-    written = language_of_run(run).write(run, out)
+    written = language_of_run(run).write(run, out, ExportSettings(form="exact"))
     names = ["base", "client_0000", "client_0001", "client_0002", "server"]
     assert sorted(p.name for p in written) == sorted(p.name for p in out.iterdir()) == names
     whole = [p.parent.name for p in out.glob("*/model*.safetensors")]

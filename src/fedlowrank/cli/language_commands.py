@@ -1,4 +1,4 @@
-"""What the commands ``adapters`` and ``score`` do."""
+"""What the command ``score`` does, and what it shares with other commands of language models."""
 
 from __future__ import annotations
 
@@ -12,54 +12,16 @@ from rich.table import Table
 from ..config.reading.merging import parse_overrides
 from ..config.reading.parsing import build
 from ..config.stored_run import open_run
-from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
-from ..core.io.atomic_files import as_checkpoint_error, write_json
+from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.io.atomic_files import write_json
 from ..core.tree import Params
 from ..data.text.text_formats import render
 from ..data.text.text_records import Instruction
-from ..language.artifacts import METADATA
+from ..language.export.server_model import find_server_model
 from ..language.scores import TASKS, Score, ScoreTask
 from ..language.text_federation import Language
 from ..rounds.run import Run
-from ..storage.run_folder import RunFolder
 from .terminal import OUT
-
-
-def adapters(
-    folder: Path, out: Path, force: bool, merged: bool, best: bool, rank: int | None, allow_code: bool
-) -> int:
-    """Write adapter folders of a run's last checkpoint, or of its best."""
-    if rank is not None and rank < 1:
-        raise ConfigError(f"--rank must be at least 1; it is {rank}")
-    is_taken = out.is_dir() and any(out.iterdir())
-    if is_taken and not force:
-        raise CheckpointError(
-            f"{out} exists already and is not empty. Choose another folder with -o, or pass --force to move it aside."
-        )
-    run = _open(folder, best, allow_code)
-    if is_taken:
-        RunFolder.move_aside(out)
-    with as_checkpoint_error(f"cannot write {out}"):
-        for path in language_of_run(run).write(run, out, merged, rank):
-            OUT.print(str(path))
-            _print_truncation(path)
-    OUT.print("Load one by PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
-    return 0
-
-
-def _print_truncation(path: Path) -> None:
-    """What an adapter lost by its rank, by layer, where it lost something."""
-    beside = path / METADATA
-    truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
-    if truncation is None:
-        return
-    OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm)")
-    # what is below is the rounding of float32
-    if truncation["error"] > 1e-6:
-        table = Table("layer", "relative error")
-        for name, error in truncation["layers"].items():
-            table.add_row(name, f"{error:.3g}")
-        OUT.print(table)
 
 
 def score(
@@ -75,7 +37,7 @@ def score(
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     scorer: ScoreTask = build(TASKS[task], parse_overrides(overrides), f"score {task}")
-    run = _open(folder, best, allow_code)
+    run = open_language_run(folder, best, allow_code)
     found = scores(run, scorer, models)
     title = f"{task}, {run.method.title}, after round {run.round}"
     table = Table("model", "score", "over", "decoding", title=title)
@@ -101,8 +63,8 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     if language.settings.task != "causal":
         raise ConfigError("this run's models classify and write no text; their accuracy is in the report")
     found = {}
-    for name in models or (_default(run),):
-        with language.live(_params(run, name)) as model:
+    for name in models or (default_model(run),):
+        with language.live(params_of(run, name)) as model:
             found[name] = task.score(model, language.loaded.tokenizer, prompt_of(language))
     return found
 
@@ -129,22 +91,35 @@ def language_of_run(run: Run) -> Language:
     return companion
 
 
-def _open(folder: Path, best: bool, allow_code: bool) -> Run:
+def open_language_run(folder: Path, best: bool, allow_code: bool) -> Run:
+    """Open a stored run as its last checkpoint has it, or that of its best round."""
     python = "use fedlowrank.cli.language_commands.scores, or federation.companion.write(run, folder)"
     return open_run(folder, python, best, allow_code)
 
 
-def _default(run: Run) -> str:
+def default_model(run: Run) -> str:
+    """Which model of a run is meant where none is named: the server's, or else that of client 0."""
     return "server" if run.local_model(run.federation.infos[0]).server is not None else "0"
 
 
-def _params(run: Run, name: str) -> Params:
+def params_of(run: Run, name: str) -> Params:
+    """Parameters of a model of a run that are not the base's.
+
+    Args:
+        run: with language models.
+        name: ``server``, ``base`` or the number of a client.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
     if name == "base":
         return {}
     if name == "server":
-        found = run.local_model(run.federation.infos[0]).server
+        found = find_server_model(run)
         if found is None:
-            raise ConfigError(f"{run.method.title} has no model of the server's own; name a client")
+            raise ConfigError(
+                f"{run.method.title} has no model of the server; name a client, such as --model 0"
+            )
         return found
     if not name.isdecimal() or int(name) >= len(run.federation.infos):
         raise ConfigError(

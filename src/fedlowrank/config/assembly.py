@@ -24,6 +24,7 @@ from ..data.partitioning.partition import Partition
 from ..data.partitioning.split import Split
 from ..data.user_data.user_arrays import TARGET_WARNINGS
 from ..language import text_federation as language_models
+from ..language.export.export_settings import ExportSettings
 from ..language.text_federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
 from ..models.zoo import ModelSettings
@@ -45,6 +46,7 @@ class FederationSettings(Protocol):
     model: ModelSettings
     lora: LoraSettings | PeftSettings
     loss: Loss
+    export: ExportSettings
     run: RunSettings
 
 
@@ -80,6 +82,7 @@ def share_data(experiment: FederationSettings) -> Shares:
     else:
         texts: Any = experiment.data.source.load()
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
+        language = dataclasses.replace(language, export=experiment.export)
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
     data = make_clients(dataset, partition, experiment.split, key)
@@ -98,7 +101,8 @@ def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> L
     """Load the language model for classes of those names; None where the experiment has none."""
     if experiment.language is None:
         return None
-    return language_models.load_language_model(*_language_settings(experiment), classes)
+    made = language_models.load_language_model(*_language_settings(experiment), classes)
+    return dataclasses.replace(made, export=experiment.export)
 
 
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:

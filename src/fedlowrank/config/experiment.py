@@ -22,6 +22,7 @@ from ..data.partitioning.concept import CONCEPTS, Concept
 from ..data.partitioning.own_partition import OwnPartition, as_partition, is_own, read_own_partition
 from ..data.partitioning.partition import PARTITIONS, Partition
 from ..data.partitioning.split import SPLITS, Split
+from ..language.export.export_settings import ExportSettings
 from ..language.peft_config import lora_config
 from ..language.text_federation import Language, LanguageSettings
 from ..methods import METHODS
@@ -96,6 +97,7 @@ class ExperimentConfig(pydantic.BaseModel):
         model: the models of the clients.
         lora: ranks of the clients, and LoRA layers.
         loss: what every method minimizes and every evaluation reports; a name stands for a table with that kind.
+        export: the form in which language models are written for other programs.
         run: the protocol.
         network: how a server deals with clients that it reaches by messages.
         defaults: fields of every method.
@@ -122,6 +124,7 @@ class ExperimentConfig(pydantic.BaseModel):
     model: ModelSettings = ModelSettings()
     lora: LoraSettings | PeftSettings = Field({}, validate_default=True)
     loss: Loss = AUTO
+    export: ExportSettings = ExportSettings()
     run: RunSettings = RunSettings()
     network: NetworkSettings = NetworkSettings()
     defaults: dict[str, Any] = {}
@@ -291,6 +294,10 @@ class ExperimentConfig(pydantic.BaseModel):
             if name not in self.compared_methods:
                 near = did_you_mean(name, self.compared_methods)
                 raise ConfigError(f"tune.methods.{name}: the experiment does not compare this method. {near}")
+        if self.language is None and self.export != ExportSettings():
+            raise ConfigError(
+                "export: adapter folders are of language models; add [language] or remove [export]"
+            )
         if isinstance(self.lora, PeftSettings):
             lora_config(self.lora.model_extra or {})
         self.describe()

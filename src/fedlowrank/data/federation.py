@@ -58,7 +58,7 @@ class Companion(Protocol):
         """What must be the same when a run is resumed, as JSON."""
         ...
 
-    def write(self, run: Any, folder: Path, merged: bool = False) -> list[Path]:
+    def write(self, run: Any, folder: Path) -> list[Path]:
         """Export the models of a :class:`fedlowrank.rounds.run.Run` for other libraries.
 
         Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.lora_factors import LoRA, find_lora
-from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
-from ..linalg.truncation import relative_error, truncate_update
-from .artifacts import METADATA, merge_update, save_model, write_adapter
+from ..linalg.truncation import Truncation, relative_error, truncate_update
+from . import artifacts
+from .artifacts import METADATA, merge_update, save_model
 from .base_model import LoadedBase, digest_weights
 from .peft_adapter import ADAPTER
 
@@ -56,11 +57,21 @@ class AdapterFolders:
     Args:
         model: the base with LoRA factors (``peft.PeftModel``).
         loaded: the base's name, digest, head and tokenizer.
+        base_name: of the base in adapter_config.json; None for the name by which it was loaded.
+        metadata: further entries of ``fedlowrank.json``.
     """
 
-    def __init__(self, model: Any, loaded: LoadedBase) -> None:
+    def __init__(
+        self,
+        model: Any,
+        loaded: LoadedBase,
+        base_name: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         self._model = model
         self._loaded = loaded
+        self.base_name = base_name or loaded.name
+        self._metadata = dict(metadata or {})
         self._lora: LoRA = find_lora(model, None)
         self._common: dict[str, Tensor] = {}
         self._common_digest = ""
@@ -79,8 +90,43 @@ class AdapterFolders:
         head = {n.removeprefix(PEFT_PREFIX): everything[n] for n in own if n.startswith(modules)}
         return ModelParts(factors, weight_updates, head, round, client)
 
-    def write(self, folder: Path, model: ModelParts) -> Path:
-        """Write a model by itself.
+    @property
+    def lora(self) -> LoRA:
+        """The adapted layers of the base."""
+        return self._lora
+
+    def truncate(self, model: ModelParts, rank: int) -> dict[str, Truncation] | None:
+        """The best approximation of a model's updates by factors of a rank, by layer.
+
+        Returns:
+            None if the model is an adapter of at most this rank already.
+        """
+        if not model.weight_updates and all(pair.rank <= rank for pair in model.factors.values()):
+            return None
+        return {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
+
+    def write_adapter(self, folder: Path, model: ModelParts, parts: Mapping[str, Truncation] | None) -> Path:
+        """Write a model as a plain adapter of the base; ``fedlowrank.json`` says what it lost.
+
+        Args:
+            folder: made if it does not exist. It is returned.
+            model: the model.
+            parts: of :meth:`truncate`; None for a model that is an adapter already.
+        """
+        if parts is None:
+            self._adapter(folder, model.factors, self._lora.scale, model)
+        else:
+            self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
+        errors = {
+            "rank": json.loads((folder / METADATA).read_text())["rank"],
+            "error": 0.0 if parts is None else relative_error(parts.values()),
+            "layers": {n: 0.0 if parts is None else parts[n].error for n in model.factors},
+        }
+        _add_metadata(folder, {"truncation": errors})
+        return folder
+
+    def write_exact(self, folder: Path, model: ModelParts) -> Path:
+        """Write a model without truncation.
 
         A layer whose weight changed is stored whole, every other one as factors. If all weights changed it is
         a whole model.
@@ -98,28 +144,15 @@ class AdapterFolders:
         factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
 
-    def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
-        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` report its errors.
-
-        A rank above what a layer can have is lowered there, with a warning.
-        """
-        shapes = {n: self._lora.shapes[n] for n in model.factors}
-        warn_lowered_ranks("adapters", dict.fromkeys(shapes, rank), shapes)
-        parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
-        self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
-        errors = {
-            "rank": rank,
-            "error": relative_error(parts.values()),
-            "layers": {n: t.error for n, t in parts.items()},
-        }
-        beside = json.loads((folder / METADATA).read_text())
-        (folder / METADATA).write_text(json.dumps({**beside, "truncation": errors}, indent=2, sort_keys=True))
-        (folder / "README.md").write_text(_readme(self._loaded.name, errors))
-        return folder
-
-    def write_whole(self, folder: Path, model: ModelParts) -> Path:
-        """Write a whole model."""
-        update = {n: model.update(n, self._lora.scale) for n in model.factors}
+    def write_whole(
+        self, folder: Path, model: ModelParts, parts: Mapping[str, Truncation] | None = None
+    ) -> Path:
+        """Write a whole model: the base plus the model's updates, or plus their approximations ``parts``."""
+        update: dict[str, Pair | Tensor]
+        if parts is None:
+            update = {n: model.update(n, self._lora.scale) for n in model.factors}
+        else:
+            update = {n: t.pair for n, t in parts.items()}
         made = merge_update(self._model, self._lora.layers, update, model.head)
         return save_model(folder, made, self._loaded.tokenizer)
 
@@ -151,26 +184,23 @@ class AdapterFolders:
         base: tuple[str, str] | None = None,
         whole: Params | None = None,
     ) -> Path:
-        return write_adapter(
+        artifacts.write_adapter(
             folder,
             factors,
             scale,
             self._model.peft_config[ADAPTER],
             self._lora.layers,
-            *(base or (self._loaded.name, self._loaded.digest)),
+            *(base or (self.base_name, self._loaded.digest)),
             head=model.head,
             whole=whole,
             round=model.round,
             client=model.client,
         )
+        _add_metadata(folder, self._metadata)
+        return folder
 
 
-def _readme(base: str, errors: dict[str, Any]) -> str:
-    rows = "\n".join(f"| {name} | {error:.3g} |" for name, error in errors["layers"].items())
-    return (
-        f"# LoRA adapter of rank {errors['rank']} for {base}\n\n"
-        f"It is the truncated singular value decomposition of an update of higher rank. Its relative error "
-        f"‖W - W_r‖_F / ‖W‖_F is {errors['error']:.3g} over all layers, where W is what is added to the "
-        "base's weights.\n\n"
-        f"| layer | relative error |\n| --- | --- |\n{rows}\n"
-    )
+def _add_metadata(folder: Path, more: Mapping[str, Any]) -> None:
+    """Add entries to ``fedlowrank.json`` of a folder."""
+    found = json.loads((folder / METADATA).read_text())
+    (folder / METADATA).write_text(json.dumps({**found, **more}, indent=2, sort_keys=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
+from ..adapters.lora.rank_limits import warn_lowered_ranks
+from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.dataset import Dataset
-from ..data.text.text_records import Labeled, Texts
+from ..data.text.text_formats import render
+from ..data.text.text_records import Instruction, Labeled, Texts
 from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
+from ..results.records import RoundRecord
+from .artifacts import METADATA
 from .base_model import LanguageBase, LoadedBase, load_base
-from .folders import AdapterFolders, ModelParts
-from .peft_adapter import attach_adapter
+from .export.export_settings import ExportSettings
+from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
+from .export.server_model import find_server_model
+from .folders import COMMON, AdapterFolders, ModelParts
+from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
 
 if TYPE_CHECKING:
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
 
 NAME = "language"
 """Name of the one architecture."""
+
+INSTRUCTION = "{instruction}"
+"""Stands for the instruction in the prompt that ``fedlowrank.json`` holds."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +72,19 @@ class LanguageSettings(LanguageBase):
 
 @dataclass(frozen=True)
 class Language:
-    """A language model: its base with the tokenizer, and the base as PEFT wraps it."""
+    """A language model: its base with the tokenizer, and the base as PEFT wraps it.
+
+    Attributes:
+        settings: of the section ``[language]``.
+        loaded: the base with its tokenizer.
+        model: a ``peft.PeftModel`` of the base.
+        export: of the section ``[export]``: how models are written for other programs.
+    """
 
     settings: LanguageSettings
     loaded: LoadedBase
     model: Any
+    export: ExportSettings = ExportSettings()
 
     def describe(self) -> dict[str, Any]:
         """What a resumed run must find unchanged."""
@@ -78,45 +98,109 @@ class Language:
             made.autocast = getattr(torch, self.settings.autocast)
         return made
 
-    def write(self, run: Run, folder: Path, merged: bool = False, rank: int | None = None) -> list[Path]:
-        """Standard adapter folders of the server and of every client, as they stand.
+    def write(
+        self,
+        run: Run,
+        folder: Path,
+        settings: ExportSettings | None = None,
+        records: Sequence[RoundRecord] = (),
+    ) -> list[Path]:
+        """Write the models of the server and of every client, as they stand, to folders of their own.
 
-        Layers whose base weight changed are stored whole in the adapter's folder. If the whole base changed
-        (FLoRA and FedEx-LoRA, merged), it is written once, to ``base``, and clients are adapters for it.
+        By default each is an adapter of the base, truncated to the largest rank of a client if it is of a higher
+        one. In the exact form layers whose base weight changed are stored whole in the adapter's folder. If the
+        whole base changed (FLoRA and FedEx-LoRA), it is written once, to ``base``, and clients are adapters for it.
 
         Args:
             run: of this federation.
-            folder: gets ``server`` and ``client_0000``, ``client_0001``, ...
-            merged: write the server's whole model too, to ``server_merged``.
-            rank: write every model as the best adapter of this rank for the initial base.
+            folder: gets ``server`` and ``client_0000``, ``client_0001``, ..., and ``server_merged``.
+            settings: in which form; None for those of the experiment without ``merged``.
+            records: of the rounds of the run, for the metrics of the model cards.
 
         Returns:
             The folders written.
+
+        Raises:
+            TaskError: if a merged model is asked for and the method has no model of the server.
         """
-        folders, written = AdapterFolders(self.model, self.loaded), []
+        settings = replace(self.export, merged=False) if settings is None else settings
+        folders = self._folders(settings)
+        largest, own = folders.lora.largest_rank, int(self.model.peft_config[ADAPTER].r)
+        ranks = lora_ranks_of_clients(run, largest, own)
+        rank = max(ranks) if settings.rank is None else settings.rank
+        if settings.rank is not None and settings.form == "adapters":
+            shapes = folders.lora.shapes
+            warn_lowered_ranks("adapters", dict.fromkeys(shapes, rank), shapes)
+        written: list[Path] = []
 
-        def write(name: str, model: ModelParts) -> None:
-            if rank is not None:
-                written.append(folders.write_truncated(folder / name, model, rank))
-            elif model.client is not None and len(model.weight_updates) == len(model.factors):
-                written.extend(folders.write_on_common(folder, name, model))
+        def write(name: str, model: ModelParts, merged: bool = False) -> None:
+            if settings.form == "adapters":
+                parts = folders.truncate(model, rank)
+                made = [folders.write_adapter(folder / name, model, parts)]
             else:
-                written.append(folders.write(folder / name, model))
+                parts, made = None, self._write_exact(folders, folder, name, model)
+            made += [folders.write_whole(folder / f"{name}_merged", model, parts)] if merged else []
+            if settings.card:
+                for path in made:
+                    self._write_card(path, folders.base_name, model, facts)
+            written.extend(made)
 
+        facts = gather_facts(run, ranks, records)
+        server = find_server_model(run)
+        if server is not None:
+            write("server", folders.model(server, run.round, None), settings.merged)
+        elif settings.merged:
+            raise TaskError(f"merged: {run.method.title} has no model of the server to write as a whole")
         for info in run.federation.infos:
-            made = run.local_model(info)
-            if info.id == 0 and made.server is not None:
-                server = folders.model(made.server, run.round, None)
-                write("server", server)
-                if merged:
-                    written.append(folders.write_whole(folder / "server_merged", server))
-            write(f"client_{info.id:04d}", folders.model(made.personal(), run.round, info.id))
+            write(f"client_{info.id:04d}", folders.model(run.personal(info), run.round, info.id))
         return written
 
+    def _folders(self, settings: ExportSettings) -> AdapterFolders:
+        prompt = {"prompt_format": self.settings.format, "prompt": self.prompt_template}
+        metadata = prompt if self.settings.task == "causal" else {}
+        return AdapterFolders(self.model, self.loaded, settings.base_model, metadata)
+
+    @property
+    def prompt_template(self) -> str | None:
+        """The prompt of training with ``{instruction}`` for the instruction; None for the chat template."""
+        if self.settings.format == "chat":
+            return None
+        if self.settings.format == "none":
+            return INSTRUCTION
+        return render(Instruction(INSTRUCTION, ""), self.settings.format)[0]
+
+    def _write_exact(self, folders: AdapterFolders, folder: Path, name: str, model: ModelParts) -> list[Path]:
+        """Write one model without truncation, and the base that it is for if that changed."""
+        if model.client is not None and len(model.weight_updates) == len(model.factors):
+            return folders.write_on_common(folder, name, model)
+        return [folders.write_exact(folder / name, model)]
+
+    def _write_card(self, path: Path, base: str, model: ModelParts, facts: RunFacts) -> None:
+        """Write the model card of a folder."""
+        is_adapter, whole = (path / METADATA).is_file(), tuple[str, ...]()
+        stored = json.loads((path / METADATA).read_text()) if is_adapter else {}
+        if is_adapter:
+            # that of adapters for a base that changed lies beside them
+            config = json.loads((path / "adapter_config.json").read_text())
+            base = config["base_model_name_or_path"]
+            saved = config["modules_to_save"] or ()
+            whole = tuple(name for name in model.weight_updates if name in saved)
+        client = None if path.name == COMMON else model.client
+        truncation = stored.get("truncation")
+        task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
+        card = CardModel(base, client, is_adapter, task, prompt, stored.get("rank"), truncation, whole)
+        (path / "README.md").write_text(format_card(card, facts))
+
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """The adapter folder of one model, or the whole model where all its base weights moved."""
-        folders = AdapterFolders(self.model, self.loaded)
-        return folders.write(folder, folders.model(params, round, client))
+        """Write one model: as an adapter of at most ``export.rank`` if that is set, or else without truncation.
+
+        Without truncation it is a whole model if all its base weights moved.
+        """
+        folders = self._folders(self.export)
+        model = folders.model(params, round, client)
+        if self.export.rank is None:
+            return folders.write_exact(folder, model)
+        return folders.write_adapter(folder, model, folders.truncate(model, self.export.rank))
 
     @contextlib.contextmanager
     def live(self, params: Params) -> Iterator[Any]:

@@ -1,0 +1,1 @@
+"""Commands of language models: adapter folders, conversations, and base models."""

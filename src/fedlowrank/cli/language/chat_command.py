@@ -1,0 +1,76 @@
+"""What the command ``chat`` does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError
+from ...language.conversation import Conversation
+from ...language.scores.generate import Decoding
+from ..language_commands import default_model, language_of_run, open_language_run, params_of, prompt_of
+from ..terminal import say
+
+
+def chat(
+    folder: Path,
+    model: str | None,
+    prompt: str | None,
+    tokens: int,
+    temperature: float | None,
+    best: bool,
+    allow_code: bool,
+) -> int:
+    """Let a model of a run answer one question, or every line of the standard input."""
+    if tokens < 1:
+        raise ConfigError(f"--tokens must be at least 1; it is {tokens}")
+    if temperature is not None and not temperature > 0:
+        raise ConfigError(f"--temperature must be above 0; it is {temperature}. Greedy decoding takes none.")
+    run = open_language_run(folder, best, allow_code)
+    language = language_of_run(run)
+    if language.settings.task != "causal":
+        raise ConfigError(
+            "this run's models classify and write no text; `fedlowrank report` has their accuracy"
+        )
+    tokenizer, write = language.loaded.tokenizer, prompt_of(language)
+    sampling: dict[str, Any] = {} if temperature is None else {"method": "sample", "temperature": temperature}
+    # a chat template writes the special tokens itself
+    decoding = Decoding(tokens, special_tokens=not getattr(tokenizer, "chat_template", None), **sampling)
+    name = default_model(run) if model is None else model
+    with language.live(params_of(run, name)) as module:
+        conversation = Conversation(
+            module, tokenizer, lambda text: write({"instruction": text, "input": ""}), decoding
+        )
+        if prompt is not None:
+            print(conversation.reply(prompt))
+            return 0
+        trained = language.settings.format
+        how = f"the format {trained!r}"
+        if conversation.has_template:
+            how = "its chat template" + (
+                "" if trained == "chat" else f" (it was trained in the format {trained!r})"
+            )
+        say(f"{run.method.title} after round {run.round}, model {name}, asked in {how}. Ctrl-D ends.")
+        _answer_lines(conversation)
+    return 0
+
+
+def _answer_lines(conversation: Conversation) -> None:
+    """Answer every line of the standard input until it ends."""
+    while True:
+        try:
+            # prompts are for a person, and not for a file
+            question = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not question.strip():
+            continue
+        dropped = conversation.dropped
+        try:
+            print(conversation.reply(question), flush=True)
+        except ConfigError as error:
+            # the next question may be shorter
+            print(f"error: {error.for_command}", file=sys.stderr)
+        if conversation.dropped > dropped:
+            say("The oldest turns no longer fit the model's context and were dropped.")

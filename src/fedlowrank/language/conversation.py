@@ -1,0 +1,94 @@
+"""Conversations with a language model, in the chat template of its tokenizer or turn by turn without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..core.errors import ConfigError
+from .scores.generate import Decoding, complete_prompts
+
+
+class Conversation:
+    """A conversation: what was said, and the model's next reply.
+
+    With a chat template the model sees the whole conversation; turns that no longer fit its context are dropped, the
+    oldest first. Without one it sees each question alone, in the format of training.
+
+    Args:
+        model: a causal model of ``transformers``.
+        tokenizer: of the model.
+        write_prompt: writes a question in the format of training; used without a chat template.
+        decoding: how replies are generated.
+
+    Attributes:
+        dropped: turns that were dropped.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, write_prompt: Callable[[str], str], decoding: Decoding
+    ) -> None:
+        self.dropped = 0
+        self._model = model
+        self._tokenizer = tokenizer
+        self._write_prompt = write_prompt
+        self._decoding = decoding
+        self._replies = 0
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def reply(self, question: str) -> str:
+        """The model's reply to a question; both are part of the conversation from now on.
+
+        Raises:
+            ConfigError: if the question alone, with the tokens to generate, exceeds the model's context.
+        """
+        if not self.has_template:
+            prompt = self._write_prompt(question)
+            self._check_length(prompt)
+            return self._complete(prompt)
+        self._turns.append({"role": "user", "content": question})
+        while (excess := self._excess(prompt := self._apply_template())) > 0 and len(self._turns) > 1:
+            # a question with its reply
+            del self._turns[:2]
+            self.dropped += 2
+        if excess > 0:
+            self._turns.pop()
+        self._check_length(prompt)
+        answer = self._complete(prompt)
+        self._turns.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _apply_template(self) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            self._turns, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _complete(self, prompt: str) -> str:
+        # equal questions get other samples
+        decoding = replace(self._decoding, key=self._decoding.key / "reply" / self._replies)
+        self._replies += 1
+        (text,) = complete_prompts(self._model, self._tokenizer, [prompt], decoding)
+        return text.strip()
+
+    def _excess(self, prompt: str) -> int:
+        """Tokens by which a prompt and a reply exceed the context; at most 0 if they fit."""
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        if limit is None:
+            return 0
+        ids = self._tokenizer(prompt, add_special_tokens=self._decoding.special_tokens)["input_ids"]
+        return len(ids) + self._decoding.max_new_tokens - int(limit)
+
+    def _check_length(self, prompt: str) -> None:
+        if (excess := self._excess(prompt)) > 0:
+            limit = self._model.config.max_position_embeddings
+            raise ConfigError(
+                f"the question and {self._decoding.max_new_tokens} tokens of reply exceed the model's context of "
+                f"{limit} tokens by {excess}. Ask for a shorter reply (--tokens), or shorten the question."
+            )

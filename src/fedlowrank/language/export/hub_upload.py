@@ -1,0 +1,76 @@
+"""Uploads of exported models to the Hugging Face Hub, through the package ``huggingface_hub``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError, DataError
+from ..optional import import_library
+from .export_settings import is_repository
+
+LOG_IN = "Log in by `hf auth login`, or set the environment variable HF_TOKEN to a token that may write."
+
+
+def check_upload(repository: str) -> None:
+    """Check what an upload needs, before anything is written.
+
+    Args:
+        repository: OWNER/NAME.
+
+    Raises:
+        ConfigError: if this cannot be the name of a repository.
+        DataError: if ``huggingface_hub`` is missing, is set to stay offline, or nobody is logged in.
+    """
+    if not is_repository(repository):
+        raise ConfigError(
+            f"{repository!r} is no repository on the Hugging Face Hub; type OWNER/NAME, such as me/my-adapter"
+        )
+    hub: Any = import_library("huggingface_hub", "an upload to the Hugging Face Hub")
+    if hub.constants.HF_HUB_OFFLINE:
+        raise DataError(
+            f"cannot upload to {repository}: HF_HUB_OFFLINE is set, so huggingface_hub stays offline. Unset it."
+        )
+    if hub.get_token() is None:
+        raise DataError(
+            f"cannot upload to {repository}: nobody is logged in to the Hugging Face Hub. {LOG_IN}"
+        )
+
+
+def upload_model(folder: Path, repository: str, message: str) -> str:
+    """Upload a folder to a model repository, which is made, private, if it does not exist.
+
+    Args:
+        folder: of an adapter or a whole model; its files go to the root of the repository.
+        repository: OWNER/NAME.
+        message: of the commit.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ConfigError: see :func:`check_upload`.
+        DataError: likewise, or if the Hub cannot be reached or refuses the upload.
+    """
+    check_upload(repository)
+    hub: Any = import_library("huggingface_hub", "an upload to the Hugging Face Hub")
+    api = hub.HfApi()
+    # its errors are OSError and those of its HTTP client; ValueError is invalid metadata, RuntimeError a file
+    unreachable = (OSError, ValueError, RuntimeError, getattr(hub.errors, "HTTPError", OSError))
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=str(getattr(address, "repo_id", repository)), folder_path=folder, commit_message=message
+        )
+    except unreachable as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        cure = "Check the connection, and HF_ENDPOINT if it is set, and try again."
+        if status in (401, 403):
+            cure = f"The token may not write there. {LOG_IN}"
+        elif status is not None or isinstance(error, ValueError):
+            cure = f"The Hub refused it. The folder {folder} is complete and can be uploaded later."
+        why = f"{error}" if error.__cause__ is None else f"{error} ({error.__cause__})"
+        raise DataError(
+            f"cannot upload to {repository} at {api.endpoint}: {why.rstrip('.')}. {cure}"
+        ) from error
+    return str(address)

@@ -1,0 +1,248 @@
+"""Model cards: README.md of an exported model, with the metadata that the Hugging Face Hub reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...methods.families.lora_family import Tuning
+from ...results.measurements import ACCURACY, LOSS
+from ...results.records import RoundRecord
+from ...rounds.stored_settings import unwrap
+from ...storage.run_folder import versions
+
+if TYPE_CHECKING:
+    from ...rounds.run import Run
+
+MANY = 20
+"""Clients up to which a card lists each."""
+
+PACKAGES = ("transformers", "peft")
+"""Optional packages whose versions a card has besides those of a run."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the cards of all models of a run have in common.
+
+    Attributes:
+        method: its title.
+        citation: of its paper; may be empty.
+        rounds: completed.
+        clients: training examples and rank of each, in the order of their numbers.
+        privacy: ε, δ and what they protect, as a sentence; None if the run was not private.
+        metrics: rows of the table of metrics: name, after the last round, after the best round.
+        best: the best round by validation; None if it is not known.
+        last: the last round that was evaluated; None if none was.
+        versions: of the software, by name.
+    """
+
+    method: str
+    citation: str
+    rounds: int
+    clients: tuple[tuple[int, int], ...]
+    privacy: str | None
+    metrics: tuple[tuple[str, str, str], ...]
+    best: int | None
+    last: int | None
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CardModel:
+    """The model that a card describes.
+
+    Attributes:
+        base: name of the base model, or its folder.
+        client: whose model it is; None for the server's.
+        is_adapter: whether the folder holds an adapter, and not a whole model.
+        task: of the base: causal or classification.
+        prompt: of training, with ``{instruction}`` for the instruction; None for the tokenizer's chat template or a
+            model that writes no text.
+        rank: of the adapter; None of a whole model.
+        truncation: ``rank``, ``error`` and ``layers`` of what was truncated; None where nothing was.
+        whole_layers: names of the layers that an adapter stores whole.
+    """
+
+    base: str
+    client: int | None
+    is_adapter: bool
+    task: Literal["causal", "classification"] = "causal"
+    prompt: str | None = None
+    rank: int | None = None
+    truncation: Mapping[str, Any] | None = None
+    whole_layers: tuple[str, ...] = ()
+
+
+def lora_ranks_of_clients(run: Run, largest: int, own: int) -> list[int]:
+    """The LoRA rank of each client of a run.
+
+    Args:
+        run: with language models.
+        largest: that a layer of the model can have.
+        own: rank of the model's own factors, for methods that set none.
+    """
+    tuning = getattr(unwrap(run.method), "tuning", None)
+    if isinstance(tuning, Tuning):
+        return [tuning.rank_of(info, largest) for info in run.federation.infos]
+    return [min(own if info.rank is None else info.rank, largest) for info in run.federation.infos]
+
+
+def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:
+    """Gather what cards say of a run.
+
+    Args:
+        run: as it stands.
+        ranks: of the clients.
+        records: of its rounds; without them a card has no metrics.
+    """
+    until = [r for r in records if r.round <= run.round]
+    evaluated = [r for r in until if r.is_evaluated]
+    best = max(evaluated, key=_validation, default=None)
+    if best is not None and best.validation() is None:
+        best = None
+    last = evaluated[-1] if evaluated else None
+    names = {**versions(), **{p: metadata.version(p) for p in PACKAGES}}
+    return RunFacts(
+        run.method.title,
+        unwrap(run.method).citation,
+        run.round,
+        tuple((info.examples, rank) for info, rank in zip(run.federation.infos, ranks, strict=True)),
+        _describe_privacy(run, until),
+        tuple(_metric_rows(last, best)),
+        None if best is None else best.round,
+        None if last is None else last.round,
+        names,
+    )
+
+
+def format_card(model: CardModel, facts: RunFacts) -> str:
+    """Format a model card: metadata in YAML between two lines of dashes, then Markdown.
+
+    Args:
+        model: what the folder holds.
+        facts: of its run.
+    """
+    whose = "the server" if model.client is None else f"client {model.client}"
+    kind = f"LoRA adapter of rank {model.rank}" if model.is_adapter else "Model"
+    sections = [
+        _front_matter(model),
+        f"# {kind} for {model.base}" if model.is_adapter else f"# {model.base}, fine-tuned",
+        f"The model of {whose} after {facts.rounds} rounds of federated fine-tuning by {facts.method}"
+        + (f" ({facts.citation})" if facts.citation else "")
+        + ".",
+        _format_use(model),
+        *_format_prompt(model),
+        "## Training\n\n" + "\n".join(_training_lines(facts)),
+    ]
+    if facts.metrics:
+        sections.append(_format_metrics(facts))
+    sections.append(_format_error(model))
+    rows = "\n".join(f"| {name} | {version} |" for name, version in facts.versions.items())
+    sections.append(f"## Versions\n\n| software | version |\n| --- | --- |\n{rows}")
+    return "\n\n".join(sections) + "\n"
+
+
+def _validation(record: RoundRecord) -> tuple[float, int]:
+    """What the best round is chosen by; of equal rounds the first."""
+    value = record.validation()
+    return -math.inf if value is None else value, -record.round
+
+
+def _describe_privacy(run: Run, records: Sequence[RoundRecord]) -> str | None:
+    if run.budget is None:
+        return None
+    kind = run.settings.privacy.kind
+    found = next((r.observed["privacy"] for r in reversed(records) if "privacy" in r.observed), None)
+    if found is None:
+        # a run in memory; one that was opened again has its records
+        found = run.budget.describe()
+    return f"({kind} differential privacy) ε = {found['epsilon']:.4g} at δ = {found['delta']:g}"
+
+
+def _metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> list[tuple[str, str, str]]:
+    rows = []
+    for name in (ACCURACY, LOSS):
+        for split, title in (("test", "test"), ("val", "validation")):
+            values = [None if r is None else r.mean(split, name) for r in (last, best)]
+            if any(v is not None for v in values):
+                at_last, at_best = ("-" if v is None else f"{v:.4g}" for v in values)
+                rows.append((f"{title} {name}", at_last, at_best))
+    return rows
+
+
+def _front_matter(model: CardModel) -> str:
+    """Metadata; JSON strings are strings of YAML, too."""
+    library = "peft" if model.is_adapter else "transformers"
+    lines = [f"base_model: {json.dumps(model.base, ensure_ascii=False)}"]
+    lines += [f"base_model_relation: {'adapter' if model.is_adapter else 'finetune'}"]
+    pipeline = "text-generation" if model.task == "causal" else "text-classification"
+    lines += [f"library_name: {library}", f"pipeline_tag: {pipeline}"]
+    lines += ["tags:", "- fedlowrank", "- federated-learning"]
+    lines += ["- lora"] if model.is_adapter else []
+    return "\n".join(["---", *lines, "---"])
+
+
+def _format_use(model: CardModel) -> str:
+    auto = "AutoModelForCausalLM" if model.task == "causal" else "AutoModelForSequenceClassification"
+    if not model.is_adapter:
+        code = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
+    else:
+        code = (
+            f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
+            f"base = {auto}.from_pretrained({json.dumps(model.base, ensure_ascii=False)})\n"
+            'model = PeftModel.from_pretrained(base, "FOLDER")'
+        )
+    return f"```python\n{code}\n```"
+
+
+def _format_prompt(model: CardModel) -> list[str]:
+    if model.task != "causal":
+        return []
+    if model.prompt is None:
+        return ["Ask it in the chat template of the tokenizer, as in training."]
+    return [
+        f"Ask it as in training, with your question for `{{instruction}}`:\n\n```text\n{model.prompt}\n```"
+    ]
+
+
+def _training_lines(facts: RunFacts) -> list[str]:
+    sizes, ranks = zip(*facts.clients, strict=True)
+    lines = [f"- Method: {facts.method}", f"- Rounds: {facts.rounds}"]
+    lines += [f"- Clients: {len(sizes)}, with {sum(sizes):,} training examples together"]
+    lines += [f"- Privacy: {facts.privacy}" if facts.privacy else "- Privacy: none (no differential privacy)"]
+    if len(sizes) > MANY:
+        lines += [f"- Training examples of a client: {min(sizes):,} to {max(sizes):,}"]
+        return [*lines, f"- LoRA rank of a client: {min(ranks)} to {max(ranks)}"]
+    table = ["", "| client | training examples | LoRA rank |", "| --- | --- | --- |"]
+    return [*lines, *table, *(f"| {i} | {n:,} | {r} |" for i, (n, r) in enumerate(facts.clients))]
+
+
+def _format_metrics(facts: RunFacts) -> str:
+    best = "best round" if facts.best is None else f"best round by validation ({facts.best})"
+    lines = ["## Metrics", "", "Means over the clients, of the models that the method evaluates first.", ""]
+    lines += [f"| metric | last round ({facts.last}) | {best} |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {name} | {last} | {at} |" for name, last, at in facts.metrics)])
+
+
+def _format_error(model: CardModel) -> str:
+    title = "## Truncation\n\n"
+    if model.truncation is None:
+        whole = (
+            f" These layers are stored whole: {', '.join(model.whole_layers)}." if model.whole_layers else ""
+        )
+        return f"{title}Nothing is truncated: the folder holds the model of the run, up to rounding.{whole}"
+    error, rank = model.truncation["error"], model.truncation["rank"]
+    if error == 0:
+        return f"{title}Nothing is truncated: the model of the run is an adapter of rank {rank}. The relative error is 0."
+    rows = "\n".join(f"| {name} | {e:.3g} |" for name, e in model.truncation["layers"].items())
+    return (
+        f"{title}The adapter is the truncated singular value decomposition of an update of higher rank. Its relative "
+        f"error ‖W - W_r‖_F / ‖W‖_F is {error:.3g} over all layers, where W is what the run added to the base's "
+        f"weights and W_r its best approximation of rank {rank}.\n\n"
+        f"| layer | relative error |\n| --- | --- |\n{rows}"
+    )
