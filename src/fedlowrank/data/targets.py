@@ -29,7 +29,8 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
     """
     first, kind = clients[0].train, loss.kind
     if kind == "auto":
-        return Loss("cross_entropy") if first.is_dense and not first.tokens else loss
+        predicts_tokens = first.tokens and not classes
+        return Loss("cross_entropy") if first.is_dense and not predicts_tokens else loss
     if loss.is_own:
         return loss
     if first.regression and kind not in OF_REAL_TARGETS:
