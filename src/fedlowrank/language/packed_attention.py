@@ -38,7 +38,8 @@ def use_packed_attention(model: Any) -> None:
 def _drop_mask(_module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if inputs.get("position_ids") is None or inputs.get("past_key_values") is not None:
         return args, inputs
-    return args, {name: value for name, value in inputs.items() if name != "attention_mask"}
+    # with a cache, even an empty one, transformers does not look at the positions
+    return args, {**inputs, "attention_mask": None, "use_cache": False}
 
 
 def _scores_of_packed(model: Any) -> torch.Tensor:
@@ -60,5 +61,5 @@ def _scores_of_single(model: Any) -> torch.Tensor:
 def _scores(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions)
     return torch.as_tensor(out.logits).float()

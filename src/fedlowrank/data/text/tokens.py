@@ -200,6 +200,12 @@ def _make_samples(
     if talks:
         chat = ChatTemplate(tokenizer, settings.loss_on, settings.system)
         drafts = [_draft_conversation(chat, talk, i) for i, talk in enumerate(talks)]
+        endless = sum(not chat.has_end(draft.sample) for draft in drafts)
+        if endless and settings.loss_on != "all":
+            notes.append(
+                f"{where}: in {endless} of {len(drafts)} conversations no special token ends the last answer, so "
+                "a model does not learn where to stop: check the chat template"
+            )
 
         def drop_turns(i: int) -> Sample:
             return chat.fit_turns(talks[i], settings.context, i)

@@ -99,6 +99,11 @@ class ChatTemplate:
         labels = [token if own else IGNORE_INDEX for token, own in zip(encoded.ids, learnt, strict=True)]
         return Sample(encoded.ids, labels, record)
 
+    def has_end(self, sample: Sample) -> bool:
+        """Whether the last token to learn is a special one, by which a model learns to stop."""
+        learnt = [label for label in sample.labels if label != IGNORE_INDEX]
+        return not learnt or learnt[-1] in self._special
+
     def fit_turns(self, conversation: Conversation, context: int, record: int = 0) -> Sample:
         """The sample without as many of the oldest exchanges as it takes to fit the context.
 

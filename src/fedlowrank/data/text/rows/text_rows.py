@@ -123,9 +123,10 @@ class TextRows(CheckedFields):
         return records
 
     def _check_one_form(self, forms: dict[str, Form]) -> None:
-        counts = Counter(forms.values())
-        if len(counts) > 1:
-            first = {form: source for source, form in reversed(forms.items())}
+        first: dict[Form, str] = {}
+        for source, form in forms.items():
+            first.setdefault(form, source)
+        if len(first) > 1:
             found = "; ".join(f"{form!r} as in {source!r}" for form, source in first.items())
             raise DataError(f"the files have rows of different forms: {found}. Convert them to one form.")
 
