@@ -306,6 +306,12 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
             TextRows("a", **more)
 
 
+def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
+    row = {"instruction": "a", "output": "b", "id": 1, "who": "x", "history": None}
+    found = read(tmp_path, [row, row], client_column="who")
+    assert found.notes[0].endswith("recognized by its columns; not read: id")
+
+
 def test_rows_without_text_are_dropped_and_counted(tmp_path: Path) -> None:
     found = read(tmp_path, [{"text": "a"}, {"text": " "}, {"text": "b"}])
     assert [r.response for r in found.train] == ["a", "b"]

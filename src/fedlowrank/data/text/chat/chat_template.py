@@ -178,7 +178,8 @@ class ChatTemplate:
         if not _MARKER.search(template):
             return None
         # apply_chat_template(return_assistant_tokens_mask=True) finds tokens by single characters, and loses
-        # turns that begin or end in a space, of which byte-level tokenizers trim the offsets.
+        # turns that begin or end in a space, of which byte-level tokenizers trim the offsets
+        # (huggingface/transformers#47325).
         library = importlib.import_module("transformers.utils.chat_template_utils")
         _, found = library.render_jinja_template(
             conversations=[[dict(message) for message in conversation.messages]],

@@ -105,6 +105,13 @@ def read_rows(
     return kept, len(records) - len(kept)
 
 
+def unread_columns(table: Table, form: Form, *more: str | None) -> list[str]:
+    """Columns of a table that the form and the other settings do not read, sorted."""
+    kind = FORMS[form]
+    read = {*kind.more, *more, *(name for names in kind.columns for name in names)}
+    return sorted(_columns_with_values(table) - read)
+
+
 def _columns_with_values(table: Table) -> set[str]:
     table.require()
     return {name for row in table.rows for name, value in row.items() if value is not None}
@@ -163,6 +170,11 @@ def _read_completion(
 ) -> Instruction | Conversation:
     prompt, _ = _value(table, i, ("prompt",))
     completion, _ = _value(table, i, ("completion",))
+    if isinstance(table.rows[i].get("label"), bool):
+        raise DataError(
+            f"{table.place(i)} has a 'label' that tells good completions from bad ones, and all would be learnt. "
+            "Keep the good rows and drop the column, or make pairs of 'chosen' and 'rejected'."
+        )
     return _prompted(table, i, prompt, completion, "completion", category, client)
 
 
@@ -193,6 +205,11 @@ def _prompted(
 
 def _read_alpaca(table: Table, i: int, category: str | None, client: str | None) -> Instruction:
     instruction, _ = _value(table, i, ("instruction",))
+    for name in ("history", "system"):
+        if table.rows[i].get(name):
+            raise DataError(
+                f"{table.place(i)} has a {name!r}, which this form would lose. Convert the rows to 'messages'."
+            )
     response, column = _value(table, i, ("output", "response"))
     for name, value in (("instruction", instruction), (column, response)):
         if not isinstance(value, str):

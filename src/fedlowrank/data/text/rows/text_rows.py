@@ -15,7 +15,7 @@ from ....core.key import Key
 from ...download.data_files import expand_path
 from ..table import Table, read_data_file, read_split
 from ..text_records import KINDS, Record, Texts, check_share, hold_out
-from .row_forms import FORMS, Form, read_rows, recognize_form
+from .row_forms import FORMS, Form, read_rows, recognize_form, unread_columns
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -96,7 +96,11 @@ class TextRows(CheckedFields):
         columns = FORMS[form].describe()
         how = "set by data.form" if self.form != "auto" else "recognized by its columns"
         count = f"{len(forms)} files" if len(forms) > 1 else next(iter(forms))
-        notes.insert(0, f"{count}: rows are of the form {form!r} ({columns}), {how}")
+        own_columns = (self.client_column, self.category_column)
+        tables = [*train_tables, *test_tables]
+        unread = sorted({name for table in tables for name in unread_columns(table, form, *own_columns)})
+        rest_of_note = f"; not read: {', '.join(unread)}" if unread else ""
+        notes.insert(0, f"{count}: rows are of the form {form!r} ({columns}), {how}{rest_of_note}")
         own: Any = rest
         held_out: Any = test or share
         return Texts(
