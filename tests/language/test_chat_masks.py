@@ -228,6 +228,22 @@ def test_earlier_answers_may_belong_to_the_prompt(name: str) -> None:
     assert learnt(tokenizer_for(name), TALK, learn_from=2) == [own for _, own in wanted]
 
 
+def test_what_belongs_to_the_prompt_is_known_after_turns_are_merged_or_left_out() -> None:
+    answer = len(f"{TALK[1]['content']}".encode()) + 1
+    assert sum(learnt(byte_tokenizer("silent"), [SYSTEM, *TALK[:2]], system="merge", learn_from=2)) == answer
+    chat = ChatTemplate(byte_tokenizer("chatml"), "response", "template")
+    context = len(expected(rendered("chatml", TALK[2:]), []))
+    sample = chat.fit_turns(Conversation(tuple(TALK), learn_from=4), context)
+    assert len(sample.ids) == context
+    assert sum(label != IGNORE_INDEX for label in sample.labels) == len(TALK[5]["content"]) + 1
+
+
+def test_a_question_without_an_answer_is_not_all_that_is_kept() -> None:
+    chat = ChatTemplate(byte_tokenizer("chatml"), "response", "template")
+    sample = chat.fit_turns(Conversation((*TALK[:4], TALK[4])), 10)
+    assert sample.ids == chat.sample(Conversation((*TALK[2:4], TALK[4]))).ids
+
+
 def test_markers_decide_even_where_they_leave_the_end_out() -> None:
     tokenizer = byte_tokenizer("marked")
     tokenizer.chat_template = tokenizer.chat_template.replace(

@@ -219,7 +219,7 @@ class ChatTemplate:
                     "template with {% generation %} markers."
                 )
             end = self._end_in(whole, text, encoded)
-            if end is None or not text.startswith(prompt):
+            if end is None:
                 raise DataError(
                     f"{where}: {self._title} rewrites earlier turns when later ones follow (as some do with "
                     "thoughts), so a model would not learn what it has to write. Set loss_on = 'last', split the "
