@@ -63,6 +63,11 @@ def fields(conversation: Conversation) -> Any:
         ("prompt_completion", {"prompt": "hi ", "completion": "hello"}, Instruction("hi ", "hello")),
         ("alpaca", {"instruction": "do", "input": "it", "output": "done"}, Instruction("do", "done", "it")),
         ("alpaca", {"instruction": "do", "response": "done"}, Instruction("do", "done")),
+        (
+            "alpaca",
+            {"instruction": "do", "context": "it", "response": "done"},
+            Instruction("do", "done", "it"),
+        ),
         ("text", {"text": "once"}, Instruction("", "once")),
         ("labels", {"text": "good", "label": 1}, Labeled("good", 1)),
         ("labels", {"text": "good", "label": "yes"}, Labeled("good", "yes")),
@@ -217,6 +222,11 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"messages": [USER, ANSWER], "tools": "[]"},
         {"messages": [USER, ANSWER], "tools": "{"},
         "row 2: 'tools' is not",
+    ),
+    (
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "output": "b", "input": "c", "context": "d"},
+        "row 2 has both 'input' and 'context'",
     ),
     (
         {"prompt": "a", "completion": "b"},

@@ -40,19 +40,19 @@ def test_counts_and_samples_of_natural_clients() -> None:
     # bytes and an EOS each; nothing predicts the first byte of the last one
     assert [line.split() for line in found[:4]] == [
         ["client", "rows", "tokens", "learnt", "longest"],
-        ["0", "1", "3", "2", "3"],
-        ["1", "2", "10", "7", "6"],
+        ["a", "1", "3", "2", "3"],
+        ["b", "2", "10", "7", "6"],
         ["all", "3", "13", "9", "6"],
     ]
     assert found[4:] == [
         "",
-        "client 0, row 1:",
+        "client a, row 1:",
         "a⟦b</s>⟧",
         "",
-        "client 1, row 1:",
+        "client b, row 1:",
         "ab⟦cde</s>⟧",
         "",
-        "client 1, row 2:",
+        "client b, row 2:",
         "x⟦yz</s>⟧",
     ]
     assert len(lines(tokenize(Texts("t", list(records)), tokenizer, PLAIN), tokenizer, 0)) == 4

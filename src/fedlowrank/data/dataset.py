@@ -142,6 +142,7 @@ class Dataset:
         strata_test: the same for the test part, or None.
         strata_names: names of the strata; stratum k means ``strata_names[k]``.
         notes: warnings for the reader of results, e.g. how many texts were truncated.
+        natural_names: names of the natural clients; client k is ``natural_names[k]``. Empty where they have none.
 
     Raises:
         DataError: on construction: an empty part, labels out of range, inputs or targets that are not finite,
@@ -158,6 +159,7 @@ class Dataset:
     strata_test: Tensor | None = None
     strata_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    natural_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         name = f"data set {self.name!r}"

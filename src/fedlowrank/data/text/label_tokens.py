@@ -15,7 +15,7 @@ from ...core.learning.losses import IGNORE_INDEX
 from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
 from .text_arrays import choose_pad_token, number_clients, pad_rows, pair_parts
-from .text_records import Labeled, Texts, TokenLabeled
+from .text_records import Labeled, Record, Texts, TokenLabeled
 
 
 def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
@@ -31,9 +31,7 @@ def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
         encoded.append(rows)
     targets = [torch.tensor(numbers) for numbers in labels]
     examples = _examples(encoded, targets, pads)
-    return Dataset(
-        texts.name, *pair_parts(examples), classes, *pair_parts(number_clients(parts)), notes=tuple(notes)
-    )
+    return _dataset(texts.name, examples, classes, parts, notes)
 
 
 def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
@@ -82,8 +80,24 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     width = max(len(row) for rows in encoded for row in rows["input_ids"])
     targets = [pad_rows(rows, width, IGNORE_INDEX)[0] for rows in rows_of_labels]
     examples = _examples(encoded, targets, pads)
+    return _dataset(texts.name, examples, classes, parts, notes)
+
+
+def _dataset(
+    name: str,
+    examples: Sequence[Examples],
+    classes: tuple[str, ...],
+    parts: Sequence[Sequence[Record]],
+    notes: Sequence[str],
+) -> Dataset:
+    natural, clients = number_clients(parts)
     return Dataset(
-        texts.name, *pair_parts(examples), classes, *pair_parts(number_clients(parts)), notes=tuple(notes)
+        name,
+        *pair_parts(examples),
+        classes,
+        *pair_parts(natural),
+        notes=tuple(notes),
+        natural_names=clients,
     )
 
 

@@ -78,9 +78,8 @@ def _by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
     if data.natural is None:
         return {"all": data.train}
     numbers = data.natural.unique().tolist()
-    return {
-        "none" if n < 0 else str(n): data.train.take((data.natural == n).nonzero().flatten()) for n in numbers
-    }
+    names = {n: data.natural_names[n] if data.natural_names else str(n) for n in numbers if n >= 0}
+    return {names.get(n, "none"): data.train.take((data.natural == n).nonzero().flatten()) for n in numbers}
 
 
 def _counts(examples: Examples) -> tuple[int, int, int, int]:

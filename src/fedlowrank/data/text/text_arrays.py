@@ -51,12 +51,17 @@ def number_strata(
     return encode_labels([np.array(part) for part in values], f"the categories of {name!r}")
 
 
-def number_clients(parts: Sequence[Sequence[Record]]) -> Sequence[Tensor | None]:
-    """Client number of each record in each part, int64 [n], -1 for none; None for a part without clients."""
-    names = sorted({record.client for part in parts for record in part if record.client is not None})
+def number_clients(
+    parts: Sequence[Sequence[Record]],
+) -> tuple[Sequence[Tensor | None], tuple[str, ...]]:
+    """Client number of each record in each part, int64 [n], -1 for none, and the names of the clients.
+
+    A part without clients has None for its numbers.
+    """
+    names = tuple(sorted({record.client for part in parts for record in part if record.client is not None}))
     numbers: dict[str | None, int] = {name: i for i, name in enumerate(names)}
     ids = [torch.tensor([numbers.get(record.client, -1) for record in part]) for part in parts]
-    return [part if bool((part >= 0).any()) else None for part in ids]
+    return [part if bool((part >= 0).any()) else None for part in ids], names
 
 
 def pair_parts(parts: Sequence[T]) -> tuple[T, T | None]:

@@ -111,7 +111,7 @@ def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Da
         notes.append("the tokenizer has no EOS: responses end without one")
     settings = replace(settings, format=choose_format(texts, settings.format))
     strata, strata_names = number_strata(texts.name, texts.parts)
-    natural = number_clients(texts.parts)
+    natural, clients = number_clients(texts.parts)
     parts: list[list[list[Sample]]] = []
     for name, records in zip(("training", "test"), texts.parts, strict=False):
         where = f"{name} part of {texts.name!r}"
@@ -137,6 +137,7 @@ def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Da
         *pair_parts(strata),
         strata_names,
         tuple(notes),
+        clients,
     )
 
 

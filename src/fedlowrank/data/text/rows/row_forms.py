@@ -214,7 +214,10 @@ def _read_alpaca(table: Table, i: int, category: str | None, client: str | None)
     for name, value in (("instruction", instruction), (column, response)):
         if not isinstance(value, str):
             raise DataError(f"{table.place(i)}: {name!r} must be text, not {value!r}.")
-    return Instruction(instruction, response, table.text(i, "input", optional=True), category, client)
+    inputs = [table.text(i, name, optional=True) for name in ("input", "context")]
+    if all(inputs):
+        raise DataError(f"{table.place(i)} has both 'input' and 'context'. Drop one of them.")
+    return Instruction(instruction, response, "".join(inputs), category, client)
 
 
 def _read_preference(table: Table, i: int, category: str | None, client: str | None) -> Preference:
@@ -290,7 +293,7 @@ FORMS: dict[Form, RowForm] = {
     "messages": RowForm((("messages",),), ("tools",), _read_messages),
     "conversations": RowForm((("conversations",),), ("system", "tools"), _read_conversations),
     "prompt_completion": RowForm((("prompt",), ("completion",)), ("tools",), _read_completion),
-    "alpaca": RowForm((("instruction",), ("output", "response")), ("input",), _read_alpaca),
+    "alpaca": RowForm((("instruction",), ("output", "response")), ("input", "context"), _read_alpaca),
     "token_labels": RowForm((("tokens",), ("ner_tags", "labels", "tags")), (), _read_word_labels),
     "labels": RowForm((("text",), ("label",)), (), _read_label),
     "text": RowForm((("text",),), (), _read_text),
