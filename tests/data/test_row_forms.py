@@ -310,6 +310,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for more in (
         {"test": "a", "test_share": 0.1},
         {"client_by_file": True, "client_column": "a"},
+        {"client_by_file": True, "test": "b"},
         {"form": "none"},
     ):
         with pytest.raises(ConfigError):

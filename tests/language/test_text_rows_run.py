@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.rounds.run import Run
 
@@ -101,6 +101,16 @@ def test_the_data_command_shows_what_is_learnt(
     assert "rows are of the form 'messages' (messages), recognized by its columns" in " ".join(
         printed.split()
     )
+
+
+def test_pairs_need_a_loss_of_preferences(llama: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)]
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file in files:
+        file.write_text("\n".join(map(json.dumps, rows)))
+    made = tables(llama, {"path": [str(file) for file in files], "client_by_file": True})
+    with pytest.raises(DataError, match=r"pairs of responses to one prompt, labels int64 \[\d+, 2, \d+\]"):
+        run_of(made)
 
 
 def test_words_with_labels_are_classified(bert: Path, tmp_path: Path) -> None:

@@ -78,6 +78,11 @@ class TextRows(CheckedFields):
             raise ConfigError(f"{' and '.join(chosen)} each choose the test part; set one of them.")
         if self.client_by_file and self.client_column is not None:
             raise ConfigError("client_by_file and client_column both say whose a row is; set one of them.")
+        if self.client_by_file and self.test is not None:
+            raise ConfigError(
+                "with client_by_file each client's test part comes from its own file. Leave test out, and set "
+                "test_share or the section [split]."
+            )
         if not self.path:
             raise ConfigError("path is an empty list; name at least one file.")
 
