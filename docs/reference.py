@@ -129,6 +129,11 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             *_names("data.dataset", "Dataset Examples ClientData"),
             *_classes(SOURCES),
             *_classes(TEXT_SOURCES),
+            *_names("data.text.tokens", "tokenize TextSettings"),
+            *_names(
+                "data.text.text_records", "Texts Instruction Conversation Preference Labeled TokenLabeled"
+            ),
+            *_names("data.text.row_report", "describe_rows"),
             *(name for kinds, _ in TAGGED.values() for name in _classes(kinds)),
             *_names("data.partitioning.own_partition", "OwnPartition"),
             *_names("data.download.downloads", "DataDownload get"),

@@ -225,10 +225,12 @@ def test_packed_rows_by_hand() -> None:
     data = tokenize(texts, words(), TextSettings("plain", 7, packing=True))
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, EOS, BOS, D, EOS], [BOS, A, C, D, E, F, EOS]]
     assert rows(data.train.y) == [[_, _, B, EOS, _, D, EOS], [_, _, C, D, E, F, EOS]]
+    assert rows(data.train.x["position_ids"]) == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]]
     assert data.notes == ("training part: 3 samples packed into 2 rows",)
     # in the order given, the two of 4 tokens would share a row, and those of 6 need one each
     samples = [Sample([t] * n, [t] * n) for t, n in [(1, 4), (2, 4), (3, 6), (4, 6), (5, 9)]]
-    packed = pack_sequences(samples, 10, None)
+    packed = pack_sequences(samples, 10)
+    assert [row.lengths for row in packed] == [(4, 6), (4, 6), (9,)]
     assert [row.ids for row in packed] == [[1] * 4 + [3] * 6, [2] * 4 + [4] * 6, [5] * 9]
 
 
@@ -241,40 +243,33 @@ def test_packing_keeps_categories_and_clients_apart() -> None:
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, EOS] * 2] * 6
 
 
-@given(
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=60),
-    ends=st.lists(st.booleans(), min_size=60, max_size=60),
-    eos=st.sampled_from([None, 0]),
-    seed=st.integers(0, 99),
-)
-def test_every_sample_is_packed_once_and_whole(
-    sizes: list[int], ends: list[bool], eos: int | None, seed: int
-) -> None:
+def test_the_first_token_of_a_packed_sample_has_no_label() -> None:
+    texts = Texts("t", [Instruction("a", "b"), Instruction("", "c d")])
+    data = tokenize(texts, words(bos=False), TextSettings("plain", 8, "all", packing=True))
+    assert rows(data.train.x["input_ids"]) == [[A, B, EOS, C, D, EOS]]
+    assert rows(data.train.y) == [[_, B, EOS, _, D, EOS]]
+
+
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=60), seed=st.integers(0, 99))
+def test_every_sample_is_packed_once_and_whole(sizes: list[int], seed: int) -> None:
     draws = np.random.default_rng(seed)
     samples = []
-    for i, (size, end) in enumerate(zip(sizes, ends, strict=False)):
+    for i, size in enumerate(sizes):
         # tokens tell which sample they are of
         ids = [1 + i] * size
-        labels = [t if draws.random() < 0.5 else IGNORE_INDEX for t in ids]
-        if end and eos is not None:
-            ids[-1], labels[-1] = eos, eos
-        samples.append(Sample(ids, labels))
-    packed = pack_sequences(samples, 20, eos)
+        samples.append(Sample(ids, [t if draws.random() < 0.5 else IGNORE_INDEX for t in ids]))
+    packed = pack_sequences(samples, 20)
     assert all(0 < len(row.ids) == len(row.labels) <= 20 for row in packed)
+    assert sum(len(row.ids) for row in packed) == sum(sizes)
     for i, sample in enumerate(samples):
-        if 1 + i not in sample.ids:
-            continue
         (row,) = (row for row in packed if 1 + i in row.ids)
-        at = row.ids.index(1 + i)
-        assert row.ids[at : at + len(sample.ids)] == sample.ids
-        assert row.labels[at : at + len(sample.ids)] == sample.labels
-        assert not at or eos is None or row.ids[at - 1] == eos
-    learnt = sorted(label for row in packed for label in row.labels if label != IGNORE_INDEX)
-    assert learnt == sorted(label for sample in samples for label in sample.labels if label != IGNORE_INDEX)
-    added = sum(len(row.ids) for row in packed) - sum(sizes)
-    assert 0 <= added <= len(samples) - len(packed)
+        at, n = row.ids.index(1 + i), len(sample.ids)
+        assert row.ids[at : at + n] == sample.ids
+        # nothing predicts the first token
+        assert row.labels[at : at + n] == [IGNORE_INDEX, *sample.labels[1:]]
+        assert row.positions[at : at + n] == list(range(n))
     # two rows that would fit into one are never left: no two are at most half full
-    assert sum(len(row.ids) + (eos is not None) <= 10 for row in packed) <= 1
+    assert sum(len(row.ids) <= 10 for row in packed) <= 1
 
 
 # Classifiers

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.language.conversation import Conversation
+from fedlowrank.language.chat_session import ChatSession
 from fedlowrank.language.scores.generate import Decoding
 
 from .test_runs import causal, toml
@@ -108,9 +108,9 @@ def test_without_a_template_the_format_of_training_is_asked_in(
     assert capsys.readouterr().out == by_transformers(llama, None, f"<s>{TURNS[0]}\n", 8) + "\n"
 
 
-def conversation(base: Path, decoding: Decoding) -> Conversation:
+def conversation(base: Path, decoding: Decoding) -> ChatSession:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    return Conversation(model, tokenizer, str, decoding)
+    return ChatSession(model, tokenizer, str, decoding)
 
 
 def test_turns_that_no_longer_fit_are_dropped_the_oldest_first(base: Path) -> None:

@@ -23,6 +23,8 @@ from ..core.errors import CheckpointError, ConfigError, LoweredRankWarning, NonF
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
+from ..data.text.row_report import describe_rows
+from ..language.text_federation import Language
 from ..network.persistence.account import ACCOUNT, prepare_resume
 from ..report import (
     Comparison,
@@ -296,6 +298,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
         return get_data(overrides, out)
     federation = ExperimentConfig.read(file, overrides).federation()
     _show_data(federation, all_clients=True)
+    if isinstance(federation.companion, Language):
+        print(describe_rows(federation.clients, federation.companion.loaded.tokenizer), flush=True)
     if out is not None:
         counts = class_counts(federation.clients, len(federation.classes))
         figure = class_count_figure(counts, federation.classes)

@@ -38,7 +38,8 @@ class Examples:
         y: labels, int64 [n]; or real targets, float32 [n, d] of a regression or of several labels, [n, H, W]
             of pixels; or a label of each pixel, int64 [n, H, W], or of each token [n, T]. Of language models it
             is the token's own id where the loss counts, -100 elsewhere, beside inputs ``input_ids`` [n, T].
-            They are not shifted: position t holds the label of token t.
+            They are not shifted: position t holds the label of token t. Pairs of responses to one prompt are
+            [n, 2, T].
 
     Raises:
         DataError: on construction, if the types or the lengths are not as above.
@@ -141,6 +142,7 @@ class Dataset:
         strata_test: the same for the test part, or None.
         strata_names: names of the strata; stratum k means ``strata_names[k]``.
         notes: warnings for the reader of results, e.g. how many texts were truncated.
+        natural_names: names of the natural clients; client k is ``natural_names[k]``. Empty where they have none.
 
     Raises:
         DataError: on construction: an empty part, labels out of range, inputs or targets that are not finite,
@@ -157,6 +159,7 @@ class Dataset:
     strata_test: Tensor | None = None
     strata_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    natural_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         name = f"data set {self.name!r}"
@@ -174,8 +177,8 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Width of a model's output: the number of classes, or of target values; 0 for token labels."""
-        if self.train.tokens:
+        """Width of a model's output: the number of classes, or of target values; 0 for tokens to predict."""
+        if self.train.tokens and not self.classes:
             return 0
         return len(self.classes) or self.train.y.shape[1]
 

@@ -28,8 +28,14 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
         DataError: if the targets are of another kind than the loss needs.
     """
     first, kind = clients[0].train, loss.kind
+    if kind in ("auto", "next_token") and first.tokens and first.y.ndim > 2:
+        raise DataError(
+            f"the data are pairs of responses to one prompt, labels {describe_array(first.y)}, and loss {kind!r} learns "
+            "one response. Choose a loss of preferences, or data of another form, such as messages"
+        )
     if kind == "auto":
-        return Loss("cross_entropy") if first.is_dense and not first.tokens else loss
+        predicts_tokens = first.tokens and not classes
+        return Loss("cross_entropy") if first.is_dense and not predicts_tokens else loss
     if loss.is_own:
         return loss
     if first.regression and kind not in OF_REAL_TARGETS:

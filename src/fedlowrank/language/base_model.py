@@ -32,8 +32,8 @@ class LanguageBase(CheckedFields):
 
     Attributes:
         path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
-        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of
-            classes.
+        task: causal, a model that continues a text; classification, an encoder or decoder with a head of
+            classes; or token_classification, one with a head of classes for each token.
         dtype: of the weights in memory; auto takes that of the files.
         quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
             'fedlowrank[quantize]'``.
@@ -47,7 +47,7 @@ class LanguageBase(CheckedFields):
     """
 
     path: str
-    task: Literal["causal", "classification"] = "causal"
+    task: Literal["causal", "classification", "token_classification"] = "causal"
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     quantize: Literal["4bit", "8bit"] | None = None
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
@@ -99,11 +99,12 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
             are missing in the files, or its tokenizer has nothing to pad with.
     """
-    if (base.task == "classification") != bool(classes):
+    if (base.task != "causal") != bool(classes):
         raise ConfigError(
             "a classification task needs the names of its classes"
             if not classes
-            else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification'"
+            else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification', or "
+            "'token_classification' for labels of words"
         )
     library = import_library("transformers", "a language model")
     where, local = _where(base)
@@ -123,7 +124,11 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
             # a head of another number of classes is replaced, and noted below
             "ignore_mismatched_sizes": True,
         }
-    auto = library.AutoModelForSequenceClassification if classes else library.AutoModelForCausalLM
+    auto = {
+        "causal": library.AutoModelForCausalLM,
+        "classification": library.AutoModelForSequenceClassification,
+        "token_classification": library.AutoModelForTokenClassification,
+    }[base.task]
     found: dict[str, Any] = {}
 
     def make() -> nn.Module:
@@ -220,7 +225,7 @@ def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[st
     """Modules to train as a whole, and notes on weights that the files do not hold."""
     # of a classification model: all modules with weights beside the body
     children = [name for name, child in model.named_children() if list(child.parameters())]
-    head = [n for n in children if n != model.base_model_prefix] if base.task == "classification" else []
+    head = [n for n in children if n != model.base_model_prefix] if base.task != "causal" else []
     in_head = [n for n in new if n.split(".")[0] in head]
     in_body = [n for n in new if n not in in_head]
     notes = []

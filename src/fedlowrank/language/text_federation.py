@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.rank_limits import warn_lowered_ranks
-from ..core.errors import TaskError
+from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.dataset import Dataset
-from ..data.text.text_formats import render
-from ..data.text.text_records import Instruction, Labeled, Texts
+from ..data.text.text_formats import choose_format, render
+from ..data.text.text_records import Instruction, Labeled, Texts, TokenLabeled
 from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
@@ -30,6 +30,7 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
+from .packed_attention import use_packed_attention
 from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
 
@@ -48,26 +49,35 @@ class LanguageSettings(LanguageBase):
     """Which language model is adapted, how texts become tokens, and in which precision it computes.
 
     Attributes:
-        format: how an instruction is written: alpaca, plain, chat (the tokenizer's template) or none.
+        format: how an instruction is written: auto (alpaca, or what the rows call for), alpaca, plain,
+            verbatim (prompt and response, nothing between them), chat (the tokenizer's template) or none.
+            Conversations are always written by the template.
         context: tokens of an example at most.
-        loss_on: response, or all: the prompt too.
-        packing: several short samples in one row.
+        loss_on: response or assistant: the response, or all turns of the assistant; last: its last turn alone;
+            all: the prompt too.
+        packing: several short samples in one row, each attending to itself alone.
+        truncate: what happens to longer samples: right or left, which side is cut off; turns, whole turns are
+            left out from the beginning, the system's stays; refuse, an error. The notes count them by client.
+        system: of conversations: template, the system's turn is written by the template; merge, its text is
+            put before the first user's, for templates without such a role.
         by_length: training batches of examples of like length.
         autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
             weights; none leaves it.
     """
 
-    format: Literal["alpaca", "plain", "chat", "none"] = "alpaca"
+    format: Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"] = "auto"
     context: int = 256
-    loss_on: Literal["response", "all"] = "response"
+    loss_on: Literal["response", "assistant", "last", "all"] = "response"
     packing: bool = False
+    truncate: Literal["right", "left", "turns", "refuse"] = "right"
+    system: Literal["template", "merge"] = "template"
     by_length: bool = False
     autocast: Literal["none", "bfloat16", "float16"] = "none"
 
     @property
     def text(self) -> TextSettings:
         """How texts become tokens."""
-        return TextSettings(self.format, self.context, self.loss_on, packing=self.packing)
+        return TextSettings(self.format, self.context, self.loss_on, self.packing, self.truncate, self.system)
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,9 @@ def load_with_texts(
 
     Without ``classes`` they are those that the texts have.
     """
+    _check_task(texts, settings)
     names = tuple(classes) or _classes(texts)
+    settings = replace(settings, format=choose_format(texts, settings.format))
     made = load_language_model(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     assert dataset.classes == names
@@ -243,6 +255,8 @@ def load_language_model(
         FedlowrankError: if base and adapter do not fit.
     """
     loaded = load_base(settings, classes, key / "base")
+    if settings.packing:
+        use_packed_attention(loaded.model)
     model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model)
@@ -250,8 +264,18 @@ def load_language_model(
 
 def _classes(texts: Texts) -> tuple[str, ...]:
     """Names of the classes in the order in which tokenize numbers them."""
-    labels = {r.label for part in (texts.train, texts.test or ()) for r in part if isinstance(r, Labeled)}
+    records = [record for part in texts.parts for record in part]
+    labels = {record.label for record in records if isinstance(record, Labeled)}
+    labels |= {label for record in records if isinstance(record, TokenLabeled) for label in record.labels}
     if texts.classes or not labels:
         return texts.classes
     numbers = [label for label in labels if isinstance(label, int)]
     return tuple(map(str, range(max(numbers) + 1))) if numbers else tuple(sorted(map(str, labels)))
+
+
+def _check_task(texts: Texts, settings: LanguageSettings) -> None:
+    """Reject texts of another task than the model's."""
+    kind = texts.kind
+    task = {"classes": "classification", "token_classes": "token_classification"}.get(kind, "causal")
+    if task != settings.task and "causal" not in (task, settings.task):
+        raise ConfigError(f"language.task is {settings.task!r}, but the rows are {kind}. Set it to {task!r}.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
-from ...language.conversation import Conversation
+from ...language.chat_session import ChatSession
 from ...language.scores.generate import Decoding
 from ..language_commands import default_model, language_of_run, open_language_run, params_of, prompt_of
 from ..terminal import say
@@ -39,7 +39,7 @@ def chat(
     decoding = Decoding(tokens, special_tokens=not getattr(tokenizer, "chat_template", None), **sampling)
     name = default_model(run) if model is None else model
     with language.live(params_of(run, name)) as module:
-        conversation = Conversation(
+        conversation = ChatSession(
             module, tokenizer, lambda text: write({"instruction": text, "input": ""}), decoding
         )
         if prompt is not None:
@@ -56,7 +56,7 @@ def chat(
     return 0
 
 
-def _answer_lines(conversation: Conversation) -> None:
+def _answer_lines(conversation: ChatSession) -> None:
     """Answer every line of the standard input until it ends."""
     while True:
         try:

@@ -40,10 +40,12 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
         raise DataError(f"{text!r} does not exist.")
     try:
         if where.is_file():
-            if where.suffix not in _BUILDERS:
-                raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}.")
-            more = {"delimiter": "\t"} if where.suffix == ".tsv" else {}
-            kind, files = _BUILDERS[where.suffix], {"train": text}
+            # the library itself unpacks .gz
+            ending = Path(where.name.removesuffix(".gz")).suffix
+            if ending not in _BUILDERS:
+                raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}, with .gz or without.")
+            more = {"delimiter": "\t"} if ending == ".tsv" else {}
+            kind, files = _BUILDERS[ending], {"train": text}
             return library, library.load_dataset(
                 kind, data_files=files, split="train", cache_dir=cache, **more
             )
@@ -51,4 +53,6 @@ def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> 
             return library, library.load_from_disk(text)
         return library, library.load_dataset(text, name, cache_dir=cache)
     except (*_READ_ERRORS, library.exceptions.DatasetsError) as error:
-        raise DataError(f"datasets cannot read {text!r}: {type(error).__name__}: {error}") from error
+        # an error of generating a data set says only that it failed; its cause says where and why
+        cause = error.__cause__ or error
+        raise DataError(f"datasets cannot read {text!r}: {type(cause).__name__}: {cause}") from error

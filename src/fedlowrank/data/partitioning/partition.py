@@ -269,8 +269,9 @@ class Natural(CheckedFields):
         check_labels(labels, classes, 1, regression=True)
         if natural is None:
             raise DataError(
-                "the data set has no natural clients. Name the column of the clients in data.client (in an .npz "
-                "file: save an array 'client'), or use another partition, e.g. 'dirichlet'."
+                "the data set has no natural clients. Name the column of the clients in data.client (of source 'text': "
+                "data.client_column, or set data.client_by_file; in an .npz file: save an array 'client'), or use another "
+                "partition, e.g. 'dirichlet'."
             )
         ids, counts = np.unique(natural[natural >= 0], return_counts=True)
         ids = ids[counts >= self.min_examples]

@@ -16,28 +16,36 @@ class Sample(NamedTuple):
         ids: T token ids.
         labels: T labels: the token id where the loss counts, `IGNORE_INDEX` elsewhere.
         record: number of the record, of a row the first.
+        lengths: of a row, numbers of tokens of its samples, in order; empty for a single sample.
     """
 
     ids: list[int]
     labels: list[int]
     record: int = 0
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each token in its own sample."""
+        return [position for length in self.lengths or (len(self.ids),) for position in range(length)]
 
 
-def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> list[Sample]:
+def pack_sequences(samples: Sequence[Sample], context: int) -> list[Sample]:
     """Join samples to rows of at most ``context`` tokens, for less padding.
 
     Each sample goes into the fullest row with room for it, long ones first (best fit decreasing), and stays
-    whole with its labels. An EOS separates two samples: the end of the first one, or one without a label.
+    whole with its labels. Its first token has no label, as nothing predicts it.
 
-    Packing changes training: a token attends to the earlier samples of its row, too, and positions count from
-    the start of the row, as no attention mask separates the samples; the first token of a later sample, if it
-    has a label, is predicted from the EOS before it; an example of the data set is a row, so batches and
-    client sizes count rows.
+    A token is to attend to its own sample alone, and positions start again with each sample: the data set has
+    ``position_ids``, from which `transformers` makes a block-diagonal attention mask
+    (:func:`fedlowrank.language.packed_attention.use_packed_attention`). Each token has the
+    loss that it has in a row of its own sample. An example of the data set is a row: batches and client sizes
+    count rows, and as the loss of an example is the mean over its tokens, the tokens of a row weigh equally,
+    whichever sample they are of.
 
     Args:
         samples: each of 1 to ``context`` tokens.
         context: tokens per row, at least 1.
-        eos: token id between two samples, or None for no separator.
 
     Returns:
         Rows in the order of their first samples; the samples of a row in their old order.
@@ -46,10 +54,7 @@ def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> 
     # (free tokens, row) in ascending order; of rows with equal room the oldest comes first.
     free: list[tuple[int, int]] = []
     for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].ids)):
-        ids = samples[i].ids
-
-        # The last sample of a row needs no separator, but which one is last is known only at the end.
-        need = len(ids) + (eos is not None and ids[-1] != eos)
+        need = len(samples[i].ids)
         at = bisect_left(free, (need, -1))
         if at < len(free):
             room, fullest = free.pop(at)
@@ -58,16 +63,10 @@ def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> 
         else:
             rows.append([i])
             insort(free, (context - need, len(rows) - 1))
-    return [_join([samples[i] for i in row], eos) for row in sorted(sorted(row) for row in rows)]
+    return [_join([samples[i] for i in row]) for row in sorted(sorted(row) for row in rows)]
 
 
-def _join(samples: Sequence[Sample], eos: int | None) -> Sample:
-    ids: list[int] = []
-    labels: list[int] = []
-    for sample in samples:
-        if ids and eos is not None and ids[-1] != eos:
-            ids.append(eos)
-            labels.append(IGNORE_INDEX)
-        ids += sample.ids
-        labels += sample.labels
-    return Sample(ids, labels, samples[0].record)
+def _join(samples: Sequence[Sample]) -> Sample:
+    ids = [token for sample in samples for token in sample.ids]
+    labels = [label for sample in samples for label in (IGNORE_INDEX, *sample.labels[1:])]
+    return Sample(ids, labels, samples[0].record, tuple(len(sample.ids) for sample in samples))

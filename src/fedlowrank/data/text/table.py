@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -120,11 +120,23 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
         cache: folder of the library's cache, or None for its usual one.
     """
     library, found = open_dataset(path, name, cache, "language")
+    return _table_of_split(library, found, path, split)
+
+
+def read_data_file(path: str, cache: str | None) -> Table:
+    """Read a file with the library ``datasets``: JSON, JSON lines, CSV or parquet, also with ``.gz``."""
+    library, found = open_dataset(path, None, cache, "language")
+    return replace(_table_of_split(library, found, path, "train"), source=expand_path(path))
+
+
+def _table_of_split(library: Any, found: Any, path: str, split: str) -> Table:
     splits = {"train": found} if isinstance(found, library.Dataset) else dict(found)
     if split not in splits:
         raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
     part = splits[split]
-    kinds = {column: kind for column, kind in part.features.items() if isinstance(kind, library.ClassLabel)}
+    # of a list of labels the feature of its items
+    items = {column: getattr(kind, "feature", kind) for column, kind in part.features.items()}
+    kinds = {column: kind for column, kind in items.items() if isinstance(kind, library.ClassLabel)}
     classes = {column: tuple(kind.names) for column, kind in kinds.items()}
     return Table(f"{expand_path(path)} ({split})", part.to_list(), classes)
 

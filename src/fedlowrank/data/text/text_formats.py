@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias, get_args
 from jinja2 import TemplateError
 
 from ...core.errors import ConfigError, did_you_mean
-from .text_records import Instruction
+from .text_records import Instruction, Texts
 
-Format: TypeAlias = Literal["alpaca", "plain", "chat", "none"]
+Format: TypeAlias = Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"]
 
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -30,10 +30,12 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
 
     Args:
         record: an instruction; without a response the second text is empty.
-        format: ``alpaca``: the template of Stanford Alpaca, verbatim, whose prompt ends in ``### Response:``
-            without a line break; ``plain``: instruction and input, each followed by a line break; ``chat``:
-            the chat template of the tokenizer, with instruction and input, separated by a blank line, as the
-            user's message (the response ends as the template ends a turn); ``none``: no prompt.
+        format: ``auto``: ``alpaca``, or ``none`` without a prompt; ``alpaca``: the template of Stanford
+            Alpaca, verbatim, whose prompt ends in ``### Response:`` without a line break; ``plain``:
+            instruction and input, each followed by a line break; ``verbatim``: instruction, input and
+            response with nothing between them; ``chat``: the chat template of the tokenizer, with instruction
+            and input, separated by a blank line, as the user's message (the response ends as the template
+            ends a turn); ``none``: no prompt.
         tokenizer: for ``chat``: a tokenizer of ``transformers`` with a chat template.
 
     Returns:
@@ -48,8 +50,10 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
         Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023), train.py,
         ``PROMPT_DICT``.
     """
-    if format == "none":
+    if format == "none" or (format == "auto" and not (record.prompt or record.input)):
         return "", record.response
+    if format == "verbatim":
+        return record.prompt + record.input, record.response
     if format == "plain":
         return "".join(f"{text}\n" for text in (record.prompt, record.input) if text), record.response
     if format not in get_args(Format):
@@ -60,6 +64,16 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
         return _render_chat(record, tokenizer)
     template = _WITH_INPUT if record.input else _WITHOUT_INPUT
     return template.format(instruction=record.prompt, input=record.input), record.response
+
+
+def choose_format(texts: Texts, format: Format) -> Format:
+    """The format in which texts are written: the given one, or for ``auto`` that which their rows call for.
+
+    Conversations are always written by the chat template of the tokenizer.
+    """
+    if texts.kind == "conversations":
+        return "chat"
+    return format if format != "auto" else texts.format or "auto"
 
 
 def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:

@@ -1,10 +1,10 @@
-"""Text records: instructions with their responses, and texts with class labels."""
+"""Text records: instructions, conversations, preference pairs, and texts with labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ...core.errors import ConfigError, DataError
 from ...core.key import Key
@@ -44,7 +44,82 @@ class Labeled:
     client: str | None = None
 
 
-Records: TypeAlias = list[Instruction] | list[Labeled]
+ChatMessage: TypeAlias = Mapping[str, Any]
+"""A turn of a conversation as chat templates take it: ``role``, ``content`` and what else the row has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """Turns of a system, a user, an assistant and tools.
+
+    Attributes:
+        messages: the turns in order, see `ChatMessage`.
+        tools: JSON schemas of the functions that the assistant may call, for the chat template.
+        learn_from: number of the first turn whose text a model may learn. Earlier turns are the prompt, even
+            those of the assistant.
+        category: kind of the task, which partitions can use like a class, or None.
+        client: natural client to whom the record belongs, or None.
+        place: file and row, for messages.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Any, ...] = ()
+    learn_from: int = 0
+    category: str | None = None
+    client: str | None = None
+    place: str = "a conversation"
+
+
+@dataclass(frozen=True, eq=False)
+class Preference:
+    """Two responses to one prompt, of which people prefer the first.
+
+    Attributes:
+        chosen: the prompt with the preferred response.
+        rejected: the same prompt with the other response.
+        category: kind of the task, which partitions can use like a class, or None.
+        client: natural client to whom the record belongs, or None.
+    """
+
+    chosen: Instruction | Conversation
+    rejected: Instruction | Conversation
+    category: str | None = None
+    client: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLabeled:
+    """Words with a label each, e.g. of named entities.
+
+    Attributes:
+        words: the words of the text.
+        labels: class of each word: names, or numbers from 0 on. Negative numbers are words without a label.
+        client: natural client to whom the record belongs, or None.
+        place: file and row, for messages.
+    """
+
+    words: tuple[str, ...]
+    labels: tuple[str | int, ...]
+    client: str | None = None
+    place: str = "a text"
+
+
+Record: TypeAlias = Instruction | Conversation | Preference | Labeled | TokenLabeled
+Records: TypeAlias = (
+    list[Instruction] | list[Conversation] | list[Preference] | list[Labeled] | list[TokenLabeled]
+)
+RecordKind: TypeAlias = Literal["instructions", "conversations", "preferences", "classes", "token_classes"]
+
+KINDS: dict[type, RecordKind] = {
+    Instruction: "instructions",
+    Conversation: "conversations",
+    Preference: "preferences",
+    Labeled: "classes",
+    TokenLabeled: "token_classes",
+}
+"""The task of records of each type."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +128,13 @@ class Texts:
 
     Attributes:
         name: name for messages and reports.
-        train: records to train on, all instructions or all labeled.
+        train: records to train on, all of one type.
         test: records of the same kind to test on, or None.
-        classes: of labeled texts: names of the classes in the order of their numbers; empty to take them from
-            the labels. Empty for instructions.
+        classes: of labeled texts or words: names of the classes in the order of their numbers; empty to take
+            them from the labels. Empty for the other records.
         notes: warnings for the reader of results, e.g. how many records were dropped.
+        format: of instructions: the format that the rows call for, which ``auto`` selects
+            (:func:`.text_formats.render`); None for ``alpaca``.
     """
 
     name: str
@@ -65,6 +142,7 @@ class Texts:
     test: Records | None = None
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    format: Literal["verbatim", "none"] | None = None
 
     @property
     def parts(self) -> list[Records]:
@@ -72,9 +150,9 @@ class Texts:
         return [self.train] if self.test is None else [self.train, self.test]
 
     @property
-    def kind(self) -> Literal["instructions", "classes"]:
-        """The task: responses to instructions, or the classes of texts."""
-        return "instructions" if isinstance(self.train[0], Instruction) else "classes"
+    def kind(self) -> RecordKind:
+        """The task: what the records are."""
+        return KINDS[type(self.train[0])]
 
 
 def check_share(share: float) -> None:
@@ -89,9 +167,7 @@ def check_column_setting(setting: str, columns: object) -> None:
         raise ConfigError(f"{setting} must be a list of at least one column, not {columns!r}.")
 
 
-def hold_out(
-    records: Sequence[Instruction], share: float, key: Key
-) -> tuple[list[Instruction], list[Instruction] | None]:
+def hold_out(records: Sequence[T], share: float, key: Key) -> tuple[list[T], list[T] | None]:
     """Split off a random share of the records for the test: at least one, or None for a share of 0.
 
     Raises:

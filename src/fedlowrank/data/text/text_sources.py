@@ -12,6 +12,7 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.key import Key
 from ..download.data_files import expand_path
 from .passages import Lines, Speakers
+from .rows.text_rows import TextRows
 from .table import Table, find_file, read_file, read_split
 from .text_records import Instruction, Labeled, Texts, check_column_setting, check_share, hold_out
 
@@ -285,6 +286,7 @@ class TextClasses(_FileOrHub):
 
 
 TEXT_SOURCES: dict[str, type] = {
+    "text": TextRows,
     "gsm8k": Gsm8k,
     "codealpaca": CodeAlpaca,
     "dolly": Dolly,

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.arguments.bounds import check_minimum
-from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.errors import ConfigError, DataError
 from ...core.learning.losses import IGNORE_INDEX
-from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
+from .chat.chat_template import ChatTemplate, LossOn, SystemRole
+from .label_tokens import tokenize_labeled, tokenize_words
 from .packing import Sample, pack_sequences
-from .text_formats import Format, render
-from .text_records import Instruction, Labeled, Texts
-
-T = TypeVar("T")
+from .sample_limits import Draft, LengthLimit, Truncate, fit_samples
+from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, pair_parts
+from .text_formats import Format, choose_format, render
+from .text_records import Conversation, Instruction, Preference, Record, Texts
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,23 @@ class TextSettings:
     """Settings of the tokenization.
 
     Attributes:
-        format: how instructions are written as text, see `formats.render`. Labeled texts stay unchanged.
-        context: largest number of tokens of an example, at least 2. Longer ones lose their end.
-        loss_on: for instructions: whether a model learns the ``response`` only, or ``all``, the prompt too.
-        packing: for instructions: whether short samples share a row, see `packing.pack_sequences`. Samples of
-            different categories or natural clients never do.
+        format: how instructions are written as text, see `formats.render`. Labeled texts stay unchanged, and
+            conversations are written by the chat template.
+        context: largest number of tokens of an example, at least 2.
+        loss_on: what a causal model learns: ``response``, the response or all turns of the assistant, also
+            called ``assistant``; ``last``, the last turn of the assistant; ``all``, every token.
+        packing: for instructions and conversations: whether short samples share a row, see
+            `packing.pack_sequences`. Samples of different categories or natural clients never do.
+        truncate: what happens to longer samples: see `sample_limits.LengthLimit`. Labeled texts lose their end.
+        system: of conversations: see `chat_template.ChatTemplate`.
     """
 
     format: Format = "alpaca"
     context: int = 512
-    loss_on: Literal["response", "all"] = "response"
+    loss_on: LossOn = "response"
     packing: bool = False
+    truncate: Truncate = "right"
+    system: SystemRole = "template"
 
     def __post_init__(self) -> None:
         check_minimum("context", self.context, 2)
@@ -56,11 +62,18 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> 
     sample is: a BOS, if the tokenizer adds one by itself (with format ``chat``: if the template writes one),
     the prompt, the response, an EOS (with ``chat``: unless the template writes it). Prompt and response are
     tokenized separately and joined, so that the tokens of the prompt are those from which a model generates;
-    the tokens of the whole text may differ at the boundary.
+    the tokens of the whole text may differ at the boundary. With packing there are ``position_ids``, too.
+
+    Conversations: the same, with the tokens of the chat template and nothing else; see
+    `chat_template.ChatTemplate`.
+
+    Preference pairs: the same with one more axis, [n, 2, T]: at 0 the prompt with the chosen response, at 1
+    with the rejected one.
 
     Labeled texts, for a classifier: inputs ``input_ids``, ``attention_mask`` and, if the tokenizer lists it
     among its ``model_input_names``, ``token_type_ids``, int64 [n, T], with the special tokens that the
-    tokenizer adds; labels int64 [n].
+    tokenizer adds; labels int64 [n]. Words with labels: the same, labels int64 [n, T], -100 where a token is
+    not the first of a word.
 
     Categories become the strata of the data set, which partitions use. Its notes tell what was truncated or
     dropped: a sample without a response token left to learn is dropped.
@@ -80,131 +93,166 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> 
             f"context is {settings.context}, but the tokenizer is made for at most {limit} tokens "
             "(tokenizer.model_max_length). Lower context."
         )
-    if texts.kind == "instructions":
-        return _tokenize_instructions(texts, tokenizer, settings)
-    if settings.packing:
-        raise ConfigError("packing is for instructions; these texts have class labels. Set packing to false.")
-    return _tokenize_labeled(texts, tokenizer, settings)
+    kind = texts.kind
+    if settings.packing and kind not in ("instructions", "conversations"):
+        what = {"preferences": "are preference pairs"}.get(kind, "have class labels")
+        raise ConfigError(f"packing is for instructions; these texts {what}. Set packing to false.")
+    if kind == "classes":
+        return tokenize_labeled(texts, tokenizer, settings.context)
+    if kind == "token_classes":
+        return tokenize_words(texts, tokenizer, settings.context)
+    return _tokenize_causal(texts, tokenizer, settings)
 
 
-def _tokenize_instructions(texts: Texts, tokenizer: Any, settings: TextSettings) -> Dataset:
+def _tokenize_causal(texts: Texts, tokenizer: Any, settings: TextSettings) -> Dataset:
     notes = list(texts.notes)
-    pad, eos = _pad_token(tokenizer, notes), tokenizer.eos_token_id
+    pad, eos = choose_pad_token(tokenizer, notes), tokenizer.eos_token_id
     if eos is None:
         notes.append("the tokenizer has no EOS: responses end without one")
-    records = [[r for r in part if isinstance(r, Instruction)] for part in texts.parts]
-    strata, strata_names = _strata(texts.name, records)
-    natural = _natural_clients(records)
-    parts = []
-    for name, own in zip(("training", "test"), records, strict=False):
-        samples = _make_samples(f"{name} part of {texts.name!r}", own, tokenizer, settings, notes)
+    settings = replace(settings, format=choose_format(texts, settings.format))
+    strata, strata_names = number_strata(texts.name, texts.parts)
+    natural, clients = number_clients(texts.parts)
+    parts: list[list[list[Sample]]] = []
+    for name, records in zip(("training", "test"), texts.parts, strict=False):
+        where = f"{name} part of {texts.name!r}"
+        columns = _columns(where, records, tokenizer, settings, notes)
         if settings.packing:
-            groups: dict[tuple[str | None, str | None], list[Sample]] = {}
-            for sample in samples:
-                record = own[sample.record]
-                groups.setdefault((record.category, record.client), []).append(sample)
-            packed = [pack_sequences(group, settings.context, eos) for group in groups.values()]
-            found, samples = len(samples), list(chain.from_iterable(packed))
-            notes.append(f"{name} part: {found} samples packed into {len(samples)} rows")
-        parts.append(samples)
-    width = max(len(sample.ids) for part in parts for sample in part)
-    examples = []
-    for part in parts:
-        ids, mask = _pad([sample.ids for sample in part], width, pad)
-        labels, _ = _pad([sample.labels for sample in part], width, IGNORE_INDEX)
-        examples.append(Examples({"input_ids": ids, "attention_mask": mask}, labels))
-    kept = [[sample.record for sample in part] for part in parts]
+            (samples,) = columns
+            packed = _pack(samples, records, settings.context)
+            notes.append(f"{name} part: {len(samples)} samples packed into {len(packed)} rows")
+            columns = [packed]
+        parts.append(columns)
+    width = max(len(sample.ids) for columns in parts for samples in columns for sample in samples)
+    examples = [_examples(columns, width, pad, packed=settings.packing) for columns in parts]
+    kept = [[sample.record for sample in columns[0]] for columns in parts]
     strata, natural = (
         [None if v is None else v[index] for v, index in zip(values, kept, strict=True)]
         for values in (strata, natural)
     )
     return Dataset(
-        texts.name, *_pair(examples), (), *_pair(natural), *_pair(strata), strata_names, tuple(notes)
+        texts.name,
+        *pair_parts(examples),
+        (),
+        *pair_parts(natural),
+        *pair_parts(strata),
+        strata_names,
+        tuple(notes),
+        clients,
     )
 
 
+def _columns(
+    where: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
+) -> list[list[Sample]]:
+    """The samples of the records: a list of them, or for preference pairs two of equal length."""
+    if not isinstance(records[0], Preference):
+        found = _make_samples(where, records, tokenizer, settings, notes)
+        return [[sample for sample in found if sample is not None]]
+    pairs = [record for record in records if isinstance(record, Preference)]
+    chosen = _make_samples(
+        f"chosen responses, {where}", [p.chosen for p in pairs], tokenizer, settings, notes
+    )
+    rejected = _make_samples(
+        f"rejected responses, {where}", [p.rejected for p in pairs], tokenizer, settings, notes
+    )
+    both = [(a, b) for a, b in zip(chosen, rejected, strict=True) if a is not None and b is not None]
+    if not both:
+        raise DataError(f"{where}: within {settings.context} tokens no pair is left. Raise context.")
+    if len(both) < len(pairs):
+        notes.append(
+            f"{where}: {len(pairs) - len(both)} of {len(pairs)} pairs dropped: a response has no token"
+        )
+    return [[a for a, _ in both], [b for _, b in both]]
+
+
+def _examples(columns: Sequence[Sequence[Sample]], width: int, pad: int, *, packed: bool) -> Examples:
+    """Padded tokens; two columns are stacked along axis 1."""
+    x: dict[str, list[Tensor]] = {"input_ids": [], "attention_mask": []}
+    y = []
+    for samples in columns:
+        ids, mask = pad_rows([sample.ids for sample in samples], width, pad)
+        x["input_ids"].append(ids)
+        x["attention_mask"].append(mask)
+        y.append(pad_rows([sample.labels for sample in samples], width, IGNORE_INDEX)[0])
+        if packed:
+            positions = pad_rows([sample.positions for sample in samples], width, 0)[0]
+            x.setdefault("position_ids", []).append(positions)
+    if len(columns) == 1:
+        return Examples({name: tensors[0] for name, tensors in x.items()}, y[0])
+    return Examples({name: torch.stack(tensors, 1) for name, tensors in x.items()}, torch.stack(y, 1))
+
+
+def _pack(samples: Sequence[Sample], records: Sequence[Record], context: int) -> list[Sample]:
+    """Rows of samples of the same category and client."""
+    groups: dict[tuple[str | None, str | None], list[Sample]] = {}
+    for sample in samples:
+        record = records[sample.record]
+        assert isinstance(record, Instruction | Conversation)
+        groups.setdefault((record.category, record.client), []).append(sample)
+    return list(chain.from_iterable(pack_sequences(group, context) for group in groups.values()))
+
+
 def _make_samples(
-    where: str, records: Sequence[Instruction], tokenizer: Any, settings: TextSettings, notes: list[str]
-) -> list[Sample]:
-    """Tokens and labels of each record, truncated; samples with nothing to learn are dropped."""
+    where: str, records: Sequence[Record], tokenizer: Any, settings: TextSettings, notes: list[str]
+) -> list[Sample | None]:
+    """Tokens and labels of each record, truncated; None of those with nothing to learn."""
+    limit = LengthLimit(settings.context, settings.truncate)
+    talks = [record for record in records if isinstance(record, Conversation)]
+    if talks:
+        chat = ChatTemplate(tokenizer, settings.loss_on, settings.system)
+        drafts = [_draft_conversation(chat, talk, i) for i, talk in enumerate(talks)]
+        endless = sum(not chat.has_end(draft.sample) for draft in drafts)
+        if endless and settings.loss_on != "all":
+            notes.append(
+                f"{where}: in {endless} of {len(drafts)} conversations no special token ends the last answer, so "
+                "a model does not learn where to stop: check the chat template"
+            )
+
+        def drop_turns(i: int) -> Sample:
+            return chat.fit_turns(talks[i], settings.context, i)
+
+        return fit_samples(where, drafts, limit, drop_turns, notes)
+    if settings.truncate == "turns":
+        raise ConfigError(
+            "truncate = 'turns' leaves out turns of conversations, and these rows have none. Set it to 'right', "
+            "'left' or 'refuse'."
+        )
+    if settings.loss_on == "last":
+        raise ConfigError(
+            "loss_on = 'last' is for conversations, and these rows have no turns. Set loss_on to 'response' or "
+            "'all'."
+        )
+    instructions = [record for record in records if isinstance(record, Instruction)]
+    return fit_samples(
+        where, _draft_instructions(where, instructions, tokenizer, settings), limit, None, notes
+    )
+
+
+def _draft_conversation(chat: ChatTemplate, conversation: Conversation, record: int) -> Draft:
+    sample = chat.sample(conversation, record)
+    return Draft(sample, 0, len(sample.ids), conversation.place, conversation.client)
+
+
+def _draft_instructions(
+    where: str, records: Sequence[Instruction], tokenizer: Any, settings: TextSettings
+) -> list[Draft]:
     rendered = [render(record, settings.format, tokenizer) for record in records]
     prompts = _encode(tokenizer, [prompt for prompt, _ in rendered])
     responses = _encode(tokenizer, [response for _, response in rendered])
     # A chat template writes its BOS itself.
     bos = [] if settings.format == "chat" else _added_bos(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    samples, truncated, context = [], 0, settings.context
+    drafts = []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         head = [*bos, *prompt]
         has_end = settings.format == "chat" and response[-1:] == eos
         ids = [*head, *response, *([] if has_end else eos)]
         labels = ids.copy() if settings.loss_on == "all" else [IGNORE_INDEX] * len(head) + ids[len(head) :]
-        truncated += len(ids) > context
-        # Nothing predicts the first token of a sample.
-        if max(len(head), 1) < min(len(head) + len(response), context):
-            samples.append(Sample(ids[:context], labels[:context], i))
-    count = len(records)
-    if truncated:
-        notes.append(
-            f"{where}: {truncated} of {count} samples are longer than {context} tokens and were truncated on "
-            "the right"
+        place = f"{where}, record {i + 1}"
+        drafts.append(
+            Draft(Sample(ids, labels, i), len(head), len(head) + len(response), place, records[i].client)
         )
-    if len(samples) < count:
-        notes.append(f"{where}: {count - len(samples)} of {count} samples dropped: no response token is left")
-    if not samples:
-        raise DataError(
-            f"{where}: within {context} tokens no sample has a token of its response. Raise context."
-        )
-    return samples
-
-
-def _pad(rows: Sequence[Sequence[int]], width: int, value: int) -> tuple[Tensor, Tensor]:
-    """Rows padded on the right, and their mask (0 for padding), both int64 [n, width]."""
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(width) < lengths[:, None]
-    out = torch.full((len(rows), width), value)
-    out[mask] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
-    return out, mask.long()
-
-
-def _tokenize_labeled(texts: Texts, tokenizer: Any, settings: TextSettings) -> Dataset:
-    notes = list(texts.notes)
-    pad = _pad_token(tokenizer, notes)
-    parts = [[r for r in part if isinstance(r, Labeled)] for part in texts.parts]
-    labels, classes = _labels(texts, parts)
-    pads = {"input_ids": pad}
-    if "token_type_ids" in tokenizer.model_input_names:
-        pads["token_type_ids"] = getattr(tokenizer, "pad_token_type_id", 0)
-    encoded = []
-    for name, records in zip(("training", "test"), parts, strict=False):
-        rows, truncated = _encode_truncated(tokenizer, [r.text for r in records], settings.context)
-        if truncated:
-            notes.append(
-                f"{name} part of {texts.name!r}: {truncated} of {len(records)} texts are longer than "
-                f"{settings.context} tokens and were truncated on the right"
-            )
-        encoded.append(rows)
-    width = max(len(row) for rows in encoded for row in rows["input_ids"])
-    examples = []
-    for rows, y in zip(encoded, labels, strict=True):
-        x = {name: _pad(rows[name], width, value)[0] for name, value in pads.items()}
-        examples.append(Examples({**x, "attention_mask": _pad(rows["input_ids"], width, pad)[1]}, y))
-    return Dataset(texts.name, *_pair(examples), classes, *_pair(_natural_clients(parts)), notes=tuple(notes))
-
-
-def _labels(texts: Texts, parts: Sequence[Sequence[Labeled]]) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Class numbers in each part, int64 [n], and names of the classes."""
-    labels = [[record.label for record in part] for part in parts]
-    if len({isinstance(label, str) for part in labels for label in part}) > 1:
-        raise DataError(f"the labels of {texts.name!r} are text in some records and numbers in others.")
-    if not texts.classes:
-        return encode_labels([np.array(part) for part in labels], f"the labels of {texts.name!r}")
-    numbers: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
-    for label in chain.from_iterable(labels):
-        if isinstance(label, str) and label not in numbers:
-            hint = did_you_mean(label, texts.classes)
-            raise DataError(f"{texts.name!r} has a label {label!r} that is no class. {hint}")
-    return [torch.tensor([numbers.get(label, label) for label in part]) for part in labels], texts.classes
+    return drafts
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -213,57 +261,9 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return [list(ids) for ids in found["input_ids"]]
 
 
-def _encode_truncated(tokenizer: Any, texts: list[str], context: int) -> tuple[Any, int]:
-    """Inputs of the texts with special tokens, at most ``context``; and the number of truncated texts."""
-    rows = tokenizer(texts, verbose=False)
-    truncated = sum(len(row) > context for row in rows["input_ids"])
-    if truncated:
-        # The tokenizer itself truncates, because it knows which special tokens must stay.
-        side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
-        try:
-            rows = tokenizer(texts, truncation=True, max_length=context)
-        finally:
-            tokenizer.truncation_side = side
-    if empty := sum(not row for row in rows["input_ids"]):
-        raise DataError(f"{empty} of {len(texts)} texts have no token. Use a tokenizer for their characters.")
-    return rows, truncated
-
-
 def _added_bos(tokenizer: Any) -> list[int]:
     """The BOS that a tokenizer adds by itself, or nothing."""
     # Kinds of tokenizers have different settings for it, so see what this one does.
     bos = [tokenizer.bos_token_id]
     with_special, without = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
     return bos if with_special[:1] == bos and without[:1] != bos else []
-
-
-def _pad_token(tokenizer: Any, notes: list[str]) -> int:
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    eos = tokenizer.eos_token_id
-    notes.append(f"the tokenizer has no padding token: {'token 0' if eos is None else 'EOS'} pads")
-    return 0 if eos is None else int(eos)
-
-
-def _strata(name: str, parts: list[list[Instruction]]) -> tuple[Sequence[Tensor | None], tuple[str, ...]]:
-    """Category number of each record in each part, int64 [n], and the names of the categories."""
-    values = [[record.category for record in part] for part in parts]
-    missing = sum(value is None for part in values for value in part)
-    if missing == sum(map(len, values)):
-        return [None] * len(parts), ()
-    if missing:
-        raise DataError(f"{missing} records of {name!r} have no category, but others have one.")
-    return encode_labels([np.array(part) for part in values], f"the categories of {name!r}")
-
-
-def _natural_clients(parts: Sequence[Sequence[Instruction | Labeled]]) -> Sequence[Tensor | None]:
-    """Client number of each record in each part, int64 [n], -1 for none; None for a part without clients."""
-    names = sorted({record.client for part in parts for record in part if record.client is not None})
-    numbers: dict[str | None, int] = {name: i for i, name in enumerate(names)}
-    ids = [torch.tensor([numbers.get(record.client, -1) for record in part]) for part in parts]
-    return [part if bool((part >= 0).any()) else None for part in ids]
-
-
-def _pair(parts: Sequence[T]) -> tuple[T, T | None]:
-    """The values of the training part and of the test part, None if there is none."""
-    return parts[0], parts[1] if len(parts) > 1 else None

@@ -25,6 +25,14 @@ PACKAGES = ("transformers", "peft")
 """Optional packages whose versions a card has besides those of a run."""
 
 
+_PIPELINES = {
+    "causal": ("text-generation", "AutoModelForCausalLM"),
+    "classification": ("text-classification", "AutoModelForSequenceClassification"),
+    "token_classification": ("token-classification", "AutoModelForTokenClassification"),
+}
+"""By task: the pipeline of transformers, and the class that loads the base."""
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What the cards of all models of a run have in common.
@@ -71,7 +79,7 @@ class CardModel:
     base: str
     client: int | None
     is_adapter: bool
-    task: Literal["causal", "classification"] = "causal"
+    task: Literal["causal", "classification", "token_classification"] = "causal"
     prompt: str | None = None
     rank: int | None = None
     truncation: Mapping[str, Any] | None = None
@@ -180,7 +188,7 @@ def _front_matter(model: CardModel) -> str:
     library = "peft" if model.is_adapter else "transformers"
     lines = [f"base_model: {json.dumps(model.base, ensure_ascii=False)}"]
     lines += [f"base_model_relation: {'adapter' if model.is_adapter else 'finetune'}"]
-    pipeline = "text-generation" if model.task == "causal" else "text-classification"
+    pipeline = _PIPELINES[model.task][0]
     lines += [f"library_name: {library}", f"pipeline_tag: {pipeline}"]
     lines += ["tags:", "- fedlowrank", "- federated-learning"]
     lines += ["- lora"] if model.is_adapter else []
@@ -188,7 +196,7 @@ def _front_matter(model: CardModel) -> str:
 
 
 def _format_use(model: CardModel) -> str:
-    auto = "AutoModelForCausalLM" if model.task == "causal" else "AutoModelForSequenceClassification"
+    auto = _PIPELINES[model.task][1]
     if not model.is_adapter:
         code = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
     else:

@@ -10,7 +10,7 @@ from ..core.errors import ConfigError
 from .scores.generate import Decoding, complete_prompts
 
 
-class Conversation:
+class ChatSession:
     """A conversation: what was said, and the model's next reply.
 
     With a chat template the model sees the whole conversation; turns that no longer fit its context are dropped, the

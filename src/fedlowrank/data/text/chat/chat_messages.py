@@ -1,0 +1,147 @@
+"""Turns of conversations: from rows in the forms of OpenAI and ShareGPT to those that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....core.errors import DataError
+from ..text_records import ChatMessage
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles of a chat template for the speakers of ShareGPT's ``from``."""
+
+
+def read_messages(value: object, place: str, column: str) -> tuple[ChatMessage, ...]:
+    """The turns of a row in the form of OpenAI or of ShareGPT.
+
+    Values that are null are left out, because Arrow files fill in every key that some row has. A content that
+    is null, as beside ``tool_calls``, is empty text. Parts of type ``text`` are joined.
+
+    Args:
+        value: a list of ``{"role": ..., "content": ...}``, or of ``{"from": ..., "value": ...}``.
+        place: file and row, for messages.
+        column: where the value is from, for messages.
+
+    Raises:
+        DataError: if a turn has no role, a role of ShareGPT is unknown, or a content is no text.
+    """
+    where = f"{place}: {column!r}"
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise DataError(f"{where} must be a list of at least one message, not {_shorten(value)}.")
+    return tuple(_read_message(message, f"{where}, turn {n}") for n, message in enumerate(value, 1))
+
+
+def is_message_list(value: object) -> bool:
+    """Whether a value is a list of messages, not a text."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def read_tools(value: object, place: str) -> tuple[Any, ...]:
+    """The JSON schemas of tools: a list, a list as JSON text, or nothing.
+
+    Raises:
+        DataError: if it is something else.
+    """
+    if value is None or value == "":
+        return ()
+    found: object = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place}: 'tools' is not JSON: {error}.") from error
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise DataError(f"{place}: 'tools' must be a list of JSON schemas, not {_shorten(found)}.")
+    return tuple(_without_nulls(tool) for tool in found)
+
+
+def merge_system(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:
+    """Put the system's text before the first user's text, separated by a blank line.
+
+    Raises:
+        DataError: if no turn of a user follows the system's.
+    """
+    if not messages or messages[0]["role"] != "system":
+        return tuple(messages)
+    if len(messages) < 2 or messages[1]["role"] != "user":
+        raise DataError(
+            f"{place}: the system's turn cannot be merged: no turn of a user follows it. Drop the row, or set "
+            "system to 'template'."
+        )
+    text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+    return ({**messages[1], "content": text}, *messages[2:])
+
+
+def drop_oldest_exchange(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...] | None:
+    """Leave out the turns from the first one after the system's up to the next turn of a user.
+
+    Returns:
+        The shorter conversation; None if no later turn of a user is followed by the assistant's.
+    """
+    start = int(messages[0]["role"] == "system") if messages else 0
+    for k in range(start + 1, len(messages)):
+        answered = any(message["role"] == "assistant" for message in messages[k:])
+        if messages[k]["role"] == "user" and answered:
+            return (*messages[:start], *messages[k:])
+    return None
+
+
+def _read_message(message: object, where: str) -> ChatMessage:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} must be an object with 'role' and 'content', not {_shorten(message)}.")
+    found = _without_nulls(message)
+    if "role" in found:
+        role, content = found["role"], found.get("content", "")
+        rest = {key: value for key, value in found.items() if key not in ("role", "content")}
+    elif "from" in found:
+        speaker, content, rest = found["from"], found.get("value", ""), {}
+        if speaker not in SHAREGPT_ROLES:
+            raise DataError(
+                f"{where} is from {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}. Rename it, or "
+                "write the row as messages with 'role' and 'content'."
+            )
+        role = SHAREGPT_ROLES[speaker]
+    else:
+        keys = ", ".join(map(repr, message)) or "nothing"
+        raise DataError(f"{where} has no 'role' (or 'from'); it has {keys}.")
+    if not isinstance(role, str):
+        raise DataError(f"{where}: 'role' must be text, not {_shorten(role)}.")
+    return {"role": role, "content": _read_content(content, where), **rest}
+
+
+def _read_content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = list(content) if isinstance(content, Sequence) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
+    raise DataError(
+        f"{where}: 'content' must be text, or a list of parts of type 'text', not {_shorten(content)}. Images "
+        "and sound are not supported."
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

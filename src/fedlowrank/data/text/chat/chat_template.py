@@ -1,0 +1,260 @@
+"""Tokens of conversations by the tokenizer's chat template, and which of them are the assistant's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from jinja2 import TemplateError
+
+from ....core.errors import ConfigError, DataError
+from ....core.learning.losses import IGNORE_INDEX
+from ..packing import Sample
+from ..text_records import ChatMessage, Conversation
+from .chat_messages import drop_oldest_exchange, merge_system
+
+LossOn: TypeAlias = Literal["response", "assistant", "last", "all"]
+SystemRole: TypeAlias = Literal["template", "merge"]
+Span = tuple[int, int]
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+# What templates raise: their own errors, and those of Python's operations on values that they do not expect.
+_RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class _Encoded(NamedTuple):
+    """Tokens of a text, and the characters from which each was made."""
+
+    ids: list[int]
+    offsets: list[Span]
+
+
+class ChatTemplate:
+    """Writes conversations by a tokenizer's chat template and marks the assistant's tokens.
+
+    A whole conversation is tokenized at once. The assistant's text is what the template puts between ``{%
+    generation %}`` and ``{% endgeneration %}``; in a template without these markers it is what follows the
+    prompt for generation, so that a model learns to write after the very text that it will be given. White
+    space that a template writes after the token that ends a turn is not learnt.
+
+    Args:
+        tokenizer: a fast tokenizer of ``transformers`` with a chat template.
+        loss_on: ``response`` or ``assistant``: all turns of the assistant; ``last``: its last turn alone;
+            ``all``: every token.
+        system: ``template``: the system's turn is written by the template; ``merge``: its text is put before
+            the first user's.
+
+    Raises:
+        ConfigError: if the tokenizer has no chat template, or gives no offsets of its tokens.
+    """
+
+    def __init__(self, tokenizer: Any, loss_on: LossOn, system: SystemRole) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "conversations need a tokenizer with a chat template, which this one lacks. Use the tokenizer "
+                "of an instruction-tuned model, or set tokenizer.chat_template and save it."
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError(
+                "conversations need a fast tokenizer, which gives the offsets of its tokens. Save one with "
+                "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
+            )
+        self._tokenizer, self._loss_on, self._system = tokenizer, loss_on, system
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self._ends = tuple(sorted({*added, *tokenizer.all_special_tokens}))
+        self._special = frozenset(tokenizer.convert_tokens_to_ids(list(self._ends)))
+        self._title = f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__!r}"
+
+    def sample(self, conversation: Conversation, record: int = 0) -> Sample:
+        """Tokens and labels of a conversation of any length.
+
+        Args:
+            conversation: its turns.
+            record: its number, for the sample.
+
+        Raises:
+            DataError: if the template fails, leaves a turn out, or rewrites earlier turns when later ones
+                follow, so that it cannot be told which tokens the assistant writes.
+        """
+        if self._system == "merge":
+            messages = merge_system(conversation.messages, conversation.place)
+            moved = len(conversation.messages) - len(messages)
+            start = max(0, conversation.learn_from - moved)
+            conversation = replace(conversation, messages=messages, learn_from=start)
+        text = self._render(conversation)
+        self._check_turns_are_written(conversation, text)
+        encoded = self._encode(text)
+        if self._loss_on == "all":
+            return Sample(encoded.ids, encoded.ids.copy(), record)
+        spans = self._marked_spans(conversation)
+        if spans is None:
+            spans = self._spans_after_prompts(conversation, text, encoded)
+        if self._loss_on == "last":
+            spans = spans[-1:]
+        learnt = [any(_overlaps(token, span) for span in spans) for token in encoded.offsets]
+        labels = [token if own else IGNORE_INDEX for token, own in zip(encoded.ids, learnt, strict=True)]
+        return Sample(encoded.ids, labels, record)
+
+    def has_end(self, sample: Sample) -> bool:
+        """Whether the last token to learn is a special one, by which a model learns to stop."""
+        learnt = [label for label in sample.labels if label != IGNORE_INDEX]
+        return not learnt or learnt[-1] in self._special
+
+    def fit_turns(self, conversation: Conversation, context: int, record: int = 0) -> Sample:
+        """The sample without as many of the oldest exchanges as it takes to fit the context.
+
+        The system's turn and the last exchange stay, even where they are longer than the context.
+        """
+        sample = self.sample(conversation, record)
+        while len(sample.ids) > context:
+            messages = drop_oldest_exchange(conversation.messages)
+            if messages is None:
+                return sample
+            dropped = len(conversation.messages) - len(messages)
+            start = max(0, conversation.learn_from - dropped)
+            conversation = replace(conversation, messages=messages, learn_from=start)
+            sample = self.sample(conversation, record)
+        return sample
+
+    def _render(self, conversation: Conversation, turns: int | None = None, *, generate: bool = False) -> str:
+        """The first turns as text, with ``generate`` up to where the assistant writes."""
+        messages = [dict(message) for message in conversation.messages[:turns]]
+        try:
+            return str(self._apply(messages, conversation, generate))
+        except _RENDER_ERRORS as error:
+            place, hint = conversation.place, "Change the row, or use another template."
+            if messages and messages[0]["role"] == "system" and self._renders(messages[1:], conversation):
+                hint = (
+                    "It has no role 'system'. Set system = 'merge' to put the system's text before the first "
+                    "user's, or use another template."
+                )
+            raise DataError(f"{place}: {self._title} fails: {error}. {hint}") from error
+
+    def _apply(self, messages: list[dict[str, Any]], conversation: Conversation, generate: bool) -> Any:
+        tools = list(conversation.tools) or None
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generate
+        )
+
+    def _renders(self, messages: list[dict[str, Any]], conversation: Conversation) -> bool:
+        try:
+            self._apply(messages, conversation, False)
+        except _RENDER_ERRORS:
+            return False
+        return True
+
+    def _check_turns_are_written(self, conversation: Conversation, text: str) -> None:
+        """Reject a template that leaves the text of a system or user out."""
+        for number, message in enumerate(conversation.messages, 1):
+            role = message["role"]
+            if role in ("system", "user") and message["content"].strip() not in text:
+                hint = "Use another template."
+                if role == "system":
+                    hint = "Set system = 'merge' to put it before the first user's text, or use another template."
+                raise DataError(
+                    f"{conversation.place}: {self._title} leaves out or changes turn {number}, of the {role}. "
+                    f"{hint}"
+                )
+
+    def _encode(self, text: str) -> _Encoded:
+        # the template writes the special tokens itself
+        found = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        return _Encoded(list(found["input_ids"]), [(a, b) for a, b in found["offset_mapping"]])
+
+    def _marked_spans(self, conversation: Conversation) -> list[Span] | None:
+        """Characters between the markers of the template; None without markers."""
+        tools = list(conversation.tools) or None
+        template = self._tokenizer.get_chat_template(None, tools)
+        if not _MARKER.search(template):
+            return None
+        # apply_chat_template(return_assistant_tokens_mask=True) finds tokens by single characters, and loses
+        # turns that begin or end in a space, of which byte-level tokenizers trim the offsets
+        # (huggingface/transformers#47325).
+        library = importlib.import_module("transformers.utils.chat_template_utils")
+        _, found = library.render_jinja_template(
+            conversations=[[dict(message) for message in conversation.messages]],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        spans: list[Span] = [(a, b) for a, b in found[0]]
+        turns = _assistant_turns(conversation.messages)
+        if conversation.learn_from == 0:
+            return spans
+        if len(spans) != len(turns):
+            raise DataError(
+                f"{conversation.place}: {self._title} marks {len(spans)} places for {len(turns)} turns of the "
+                "assistant, so it is unclear which of them belong to the prompt. Use another template."
+            )
+        return [span for span, k in zip(spans, turns, strict=True) if k >= conversation.learn_from]
+
+    def _spans_after_prompts(self, conversation: Conversation, text: str, encoded: _Encoded) -> list[Span]:
+        """Characters that follow the prompt for generation, of each turn of the assistant to learn."""
+        messages, spans = conversation.messages, []
+        turns = [k for k in _assistant_turns(messages) if k >= conversation.learn_from]
+        for k in turns[-1:] if self._loss_on == "last" else turns:
+            where = f"{conversation.place}, turn {k + 1}"
+            if k == 0:
+                raise DataError(
+                    f"{where}: the assistant begins, so there is no prompt. Drop this turn, or use a template "
+                    "with {% generation %} markers."
+                )
+            prompt = self._render(conversation, k, generate=True)
+            whole = text if k + 1 == len(messages) else self._render(conversation, k + 1)
+            if not whole.startswith(prompt):
+                raise DataError(
+                    f"{where}: {self._title} writes another prompt when the assistant's text follows, so the "
+                    f"prompts of training and generation would differ: it is no longer {prompt[-60:]!r}. Use a "
+                    "template with {% generation %} markers."
+                )
+            end = self._end_in(whole, text, encoded)
+            if end is None:
+                raise DataError(
+                    f"{where}: {self._title} rewrites earlier turns when later ones follow (as some do with "
+                    "thoughts), so a model would not learn what it has to write. Set loss_on = 'last', split the "
+                    "conversation, or use a template with {% generation %} markers."
+                )
+            spans.append((len(prompt), self._without_space_after_end(text, len(prompt), end)))
+        return spans
+
+    def _end_in(self, whole: str, text: str, encoded: _Encoded) -> int | None:
+        """Where a conversation up to a turn ends within the whole text; None if the turn was rewritten.
+
+        A template may end a whole conversation with special tokens that it does not write between turns.
+        """
+        if text.startswith(whole):
+            return len(whole)
+        ids, offsets = self._encode(whole)
+        same = 0
+        while same < min(len(ids), len(encoded.ids)) and ids[same] == encoded.ids[same]:
+            same += 1
+        rest = zip(ids[same:], offsets[same:], strict=True)
+        if same and all(token in self._special or not whole[a:b].strip() for token, (a, b) in rest):
+            return encoded.offsets[same - 1][1]
+        return None
+
+    def _without_space_after_end(self, text: str, start: int, end: int) -> int:
+        """The end of a turn without white space after a token that ends it."""
+        turn = text[start:end].rstrip()
+        return start + len(turn) if turn.endswith(self._ends) else end
+
+
+def _assistant_turns(messages: Sequence[ChatMessage]) -> list[int]:
+    return [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _overlaps(token: Span, span: Span) -> bool:
+    """Whether a token holds characters of a span; a blank one, whose offsets are trimmed, by its end."""
+    (a, b), (start, end) = token, span
+    return start < b and (a < end or (a == b and b <= end))

@@ -1,0 +1,167 @@
+"""Tokens of texts with class labels: one of each text, or one of each word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.learning.losses import IGNORE_INDEX
+from ..arrays import encode_labels
+from ..dataset import Dataset, Examples
+from .text_arrays import choose_pad_token, number_clients, pad_rows, pair_parts
+from .text_records import Labeled, Record, Texts, TokenLabeled
+
+
+def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
+    """Tokens of labeled texts; see :func:`.tokens.tokenize`."""
+    notes = list(texts.notes)
+    pads = _pads(tokenizer, notes)
+    parts = [[r for r in part if isinstance(r, Labeled)] for part in texts.parts]
+    labels, classes = _labels(texts, [[record.label for record in part] for part in parts])
+    encoded = []
+    for name, records in zip(("training", "test"), parts, strict=False):
+        rows, truncated = _encode_truncated(tokenizer, [r.text for r in records], context)
+        _note_truncated(f"{name} part of {texts.name!r}", truncated, len(records), context, notes)
+        encoded.append(rows)
+    targets = [torch.tensor(numbers) for numbers in labels]
+    examples = _examples(encoded, targets, pads)
+    return _dataset(texts.name, examples, classes, parts, notes)
+
+
+def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
+    """Tokens of texts whose words have labels; see :func:`.tokens.tokenize`.
+
+    The first token of a word has its label. Other tokens of a word and special tokens have none (-100).
+
+    Raises:
+        ConfigError: if the tokenizer cannot tell which word a token is of.
+        DataError: if a text has another number of labels than words, or no token has a label.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            "labels by word need a fast tokenizer, which tells of which word a token is. Save one with "
+            "transformers.AutoTokenizer.from_pretrained(name, use_fast=True)."
+        )
+    notes = list(texts.notes)
+    pads = _pads(tokenizer, notes)
+    parts = [[r for r in part if isinstance(r, TokenLabeled)] for part in texts.parts]
+    for record in chain.from_iterable(parts):
+        if len(record.words) != len(record.labels):
+            raise DataError(
+                f"{record.place} has {len(record.words)} words and {len(record.labels)} labels. Give one for each."
+            )
+    flat, classes = _labels(texts, [[label for r in part for label in r.labels] for part in parts])
+    encoded, rows_of_labels = [], []
+    for name, records, numbers in zip(("training", "test"), parts, flat, strict=False):
+        where = f"{name} part of {texts.name!r}"
+        rows, truncated = _encode_truncated(tokenizer, [list(r.words) for r in records], context)
+        _note_truncated(where, truncated, len(records), context, notes)
+        own, start = [], 0
+        for i, record in enumerate(records):
+            words = rows.word_ids(i)
+            of_words = numbers[start : start + len(record.words)]
+            start += len(record.words)
+            own.append(
+                [
+                    IGNORE_INDEX if word is None or word == before or of_words[word] < 0 else of_words[word]
+                    for word, before in zip(words, [None, *words], strict=False)
+                ]
+            )
+        if all(label == IGNORE_INDEX for row in own for label in row):
+            raise DataError(f"{where}: no token has a label. Check the labels, or raise context.")
+        encoded.append(rows)
+        rows_of_labels.append(own)
+    width = max(len(row) for rows in encoded for row in rows["input_ids"])
+    targets = [pad_rows(rows, width, IGNORE_INDEX)[0] for rows in rows_of_labels]
+    examples = _examples(encoded, targets, pads)
+    return _dataset(texts.name, examples, classes, parts, notes)
+
+
+def _dataset(
+    name: str,
+    examples: Sequence[Examples],
+    classes: tuple[str, ...],
+    parts: Sequence[Sequence[Record]],
+    notes: Sequence[str],
+) -> Dataset:
+    natural, clients = number_clients(parts)
+    return Dataset(
+        name,
+        *pair_parts(examples),
+        classes,
+        *pair_parts(natural),
+        notes=tuple(notes),
+        natural_names=clients,
+    )
+
+
+def _examples(encoded: Sequence[Any], targets: Sequence[Tensor], pads: dict[str, int]) -> list[Examples]:
+    """Padded inputs of each part, of the width of the longest text of all, with the targets."""
+    width = max(len(row) for rows in encoded for row in rows["input_ids"])
+    examples = []
+    for rows, y in zip(encoded, targets, strict=True):
+        x = {name: pad_rows(rows[name], width, value)[0] for name, value in pads.items()}
+        mask = pad_rows(rows["input_ids"], width, pads["input_ids"])[1]
+        examples.append(Examples({**x, "attention_mask": mask}, y))
+    return examples
+
+
+def _pads(tokenizer: Any, notes: list[str]) -> dict[str, int]:
+    """The inputs of the model, each with the value that pads it."""
+    pads = {"input_ids": choose_pad_token(tokenizer, notes)}
+    if "token_type_ids" in tokenizer.model_input_names:
+        pads["token_type_ids"] = getattr(tokenizer, "pad_token_type_id", 0)
+    return pads
+
+
+def _labels(
+    texts: Texts, labels: Sequence[Sequence[str | int]]
+) -> tuple[Sequence[list[int]], tuple[str, ...]]:
+    """Class numbers in each part, and names of the classes; negative numbers stay."""
+    if len({isinstance(label, str) for part in labels for label in part}) > 1:
+        raise DataError(f"the labels of {texts.name!r} are text in some records and numbers in others.")
+    if not texts.classes:
+        given = [np.array(part) for part in labels]
+        if given[0].dtype.kind in "iu" and min(int(part.min(initial=0)) for part in given) < 0:
+            most = max(int(part.max(initial=0)) for part in given)
+            return [part.tolist() for part in given], tuple(map(str, range(most + 1)))
+        encoded, classes = encode_labels(given, f"the labels of {texts.name!r}")
+        return [part.tolist() for part in encoded], classes
+    numbers: dict[str | int, int] = {name: i for i, name in enumerate(texts.classes)}
+    for label in chain.from_iterable(labels):
+        if isinstance(label, str) and label not in numbers:
+            hint = did_you_mean(label, texts.classes)
+            raise DataError(f"{texts.name!r} has a label {label!r} that is no class. {hint}")
+    found = [[int(numbers.get(label, label)) for label in part] for part in labels]
+    return found, texts.classes
+
+
+def _encode_truncated(tokenizer: Any, texts: Sequence[str | list[str]], context: int) -> tuple[Any, int]:
+    """Inputs of the texts with special tokens, at most ``context``; and the number of truncated texts."""
+    words: dict[str, Any] = {"is_split_into_words": True} if isinstance(texts[0], list) else {}
+    rows = tokenizer(texts, verbose=False, **words)
+    truncated = sum(len(row) > context for row in rows["input_ids"])
+    if truncated:
+        # The tokenizer itself truncates, because it knows which special tokens must stay.
+        side, tokenizer.truncation_side = tokenizer.truncation_side, "right"
+        try:
+            rows = tokenizer(texts, truncation=True, max_length=context, **words)
+        finally:
+            tokenizer.truncation_side = side
+    if empty := sum(not row for row in rows["input_ids"]):
+        raise DataError(f"{empty} of {len(texts)} texts have no token. Use a tokenizer for their characters.")
+    return rows, truncated
+
+
+def _note_truncated(where: str, truncated: int, count: int, context: int, notes: list[str]) -> None:
+    if truncated:
+        notes.append(
+            f"{where}: {truncated} of {count} texts are longer than {context} tokens and were truncated on "
+            "the right"
+        )

@@ -1,0 +1,143 @@
+"""What a model will learn from: rows, tokens and decoded samples of each client, before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import DataError
+from ..dataset import ClientData, Dataset, Examples
+
+OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
+"""Brackets around the tokens that are learnt."""
+
+_MOST_CLIENTS = 30
+"""Clients that have a line."""
+
+
+def describe_rows(data: Dataset | Sequence[ClientData], tokenizer: Any, count: int = 2) -> str:
+    """Describe token data as text: rows, tokens and learnt tokens by client, and samples.
+
+    Args:
+        data: tokens of :func:`.tokens.tokenize`: a data set, by its natural clients; or the data of clients.
+            The training part is described.
+        tokenizer: decodes the samples.
+        count: number of samples to show, of the first clients in turn. Learnt tokens stand between ⟦ and ⟧;
+            of words with labels, each label follows its token.
+
+    Returns:
+        A table with a line for each client, and the samples.
+
+    Raises:
+        DataError: if the data hold no tokens.
+    """
+    clients = _by_client(data)
+    for examples in clients.values():
+        if not isinstance(examples.x, dict) or "input_ids" not in examples.x:
+            raise DataError("these data hold no tokens of a text, so there are no samples to decode.")
+    table = [["client", "rows", "tokens", "learnt", "longest"]]
+    table += [[name, *map(str, _counts(examples))] for name, examples in clients.items()]
+    shown = table[: _MOST_CLIENTS + 1]
+    if len(table) > len(shown):
+        shown.append([f"and {len(table) - len(shown)} more", "", "", "", ""])
+    totals = [_counts(examples) for examples in clients.values()]
+    sums = [sum(column) for column in zip(*(total[:3] for total in totals), strict=True)]
+    shown.append(["all", *map(str, sums), str(max(total[3] for total in totals))])
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+    for name, examples, row in _choose(clients, count):
+        lines += ["", f"client {name}, row {row + 1}:", _show(examples, row, tokenizer)]
+    return "\n".join(lines)
+
+
+def mark_learnt(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> str:
+    """Decode tokens, those with a label between ⟦ and ⟧.
+
+    Args:
+        ids: T token ids, without padding.
+        labels: T labels, negative where nothing is learnt. The first token is never learnt, for nothing predicts
+            it.
+        tokenizer: of ``transformers``.
+    """
+    pieces: list[tuple[bool, list[int]]] = []
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        learnt = label >= 0 and place > 0
+        if not pieces or pieces[-1][0] != learnt:
+            pieces.append((learnt, []))
+        pieces[-1][1].append(token)
+    texts = [(learnt, tokenizer.decode(tokens, skip_special_tokens=False)) for learnt, tokens in pieces]
+    return "".join(f"{OPEN}{text}{CLOSE}" if learnt else text for learnt, text in texts)
+
+
+def _by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
+    if not isinstance(data, Dataset):
+        return {str(i): client.train for i, client in enumerate(data)}
+    if data.natural is None:
+        return {"all": data.train}
+    numbers = data.natural.unique().tolist()
+    names = {n: data.natural_names[n] if data.natural_names else str(n) for n in numbers if n >= 0}
+    return {names.get(n, "none"): data.train.take((data.natural == n).nonzero().flatten()) for n in numbers}
+
+
+def _counts(examples: Examples) -> tuple[int, int, int, int]:
+    """Rows, tokens, tokens that are learnt, and tokens of the longest row."""
+    assert isinstance(examples.x, dict)
+    mask = examples.x["attention_mask"] != 0
+    if not len(examples):
+        return 0, 0, 0, 0
+    learnt = len(examples) if examples.y.ndim == 1 else int(_learnt(examples).sum())
+    return len(examples), int(mask.sum()), learnt, int(mask.sum(-1).max())
+
+
+def _learnt(examples: Examples) -> Tensor:
+    """Which tokens are learnt, [..., T]."""
+    learnt = examples.y >= 0
+    if _predicts_own(examples):
+        learnt = learnt.clone()
+        # nothing predicts the first token
+        learnt[..., 0] = False
+    return learnt
+
+
+def _predicts_own(examples: Examples) -> bool:
+    """Whether the labels are the tokens themselves."""
+    assert isinstance(examples.x, dict)
+    ids, y = examples.x["input_ids"], examples.y
+    return bool(ids.shape == y.shape and torch.equal(ids[y >= 0], y[y >= 0]))
+
+
+def _choose(clients: dict[str, Examples], count: int) -> list[tuple[str, Examples, int]]:
+    """The first rows of the clients in turn."""
+    most = max(len(examples) for examples in clients.values())
+    found: list[tuple[str, Examples, int]] = []
+    for row in range(most):
+        for name, examples in clients.items():
+            if len(found) == count:
+                return found
+            if row < len(examples):
+                found.append((name, examples, row))
+    return found
+
+
+def _show(examples: Examples, row: int, tokenizer: Any) -> str:
+    assert isinstance(examples.x, dict)
+    ids, mask = examples.x["input_ids"][row], examples.x["attention_mask"][row] != 0
+    y = examples.y[row]
+    if y.ndim == 0:
+        return f"{tokenizer.decode(ids[mask].tolist())}  -> class {int(y)}"
+    if y.ndim == 2:
+        sides = zip(("chosen", "rejected"), ids, mask, y, strict=True)
+        return "\n".join(
+            f"{name}: {mark_learnt(t[m].tolist(), labels[m].tolist(), tokenizer)}"
+            for name, t, m, labels in sides
+        )
+    tokens, labels = ids[mask].tolist(), y[mask].tolist()
+    if _predicts_own(examples):
+        return mark_learnt(tokens, labels, tokenizer)
+    return " ".join(
+        f"{tokenizer.decode([token])}/{label}" if label >= 0 else tokenizer.decode([token])
+        for token, label in zip(tokens, labels, strict=True)
+    )

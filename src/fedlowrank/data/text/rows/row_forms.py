@@ -1,0 +1,301 @@
+"""Forms of rows: how people write instructions, conversations, preferences and labels into columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ....core.errors import DataError
+from ..chat.chat_messages import is_message_list, read_messages, read_tools
+from ..table import Table
+from ..text_records import (
+    ChatMessage,
+    Conversation,
+    Instruction,
+    Labeled,
+    Preference,
+    Record,
+    TokenLabeled,
+)
+
+Form: TypeAlias = Literal[
+    "messages", "conversations", "prompt_completion", "alpaca", "preference", "text", "labels", "token_labels"
+]
+
+
+class RowForm(NamedTuple):
+    """A form of rows.
+
+    Attributes:
+        columns: the columns that a row has; of several in one place a row has one.
+        more: columns that a row may have.
+        read: makes the record of row ``i`` of a table from category and client.
+    """
+
+    columns: tuple[tuple[str, ...], ...]
+    more: tuple[str, ...]
+    read: Callable[[Table, int, str | None, str | None], Record]
+
+    def fits(self, found: Collection[str]) -> bool:
+        """Whether a table with these columns can have rows of this form."""
+        return all(any(name in found for name in names) for names in self.columns)
+
+    def describe(self) -> str:
+        """The columns in words."""
+        return ", ".join(" or ".join(names) for names in self.columns)
+
+
+def recognize_form(table: Table) -> Form:
+    """The first form of :data:`FORMS` whose columns a table has.
+
+    Raises:
+        DataError: if there is none; the message lists the forms.
+    """
+    found = _columns_with_values(table)
+    for name, form in FORMS.items():
+        if form.fits(found):
+            return name
+    forms = "; ".join(f"{name}: {form.describe()}" for name, form in FORMS.items())
+    raise DataError(
+        f"{table.source!r} has the columns {', '.join(sorted(found)) or 'none'}, which are of no known form. "
+        f"Rename columns to one of these: {forms}. Or use source 'instructions', which takes any columns."
+    )
+
+
+def read_rows(
+    table: Table, form: Form, category: str | None = None, client: str | None = None
+) -> tuple[list[Record], int]:
+    """The records of a table.
+
+    Args:
+        table: rows of the form.
+        form: the form.
+        category: column of categories, or None.
+        client: column of natural clients, or None.
+
+    Returns:
+        The records that hold a text to learn, and the number of the others.
+
+    Raises:
+        DataError: if the table lacks a column, or a row does not fit; the message names file and row.
+    """
+    table.require(category, client)
+    if category is not None and form in ("labels", "token_labels"):
+        raise DataError(
+            f"{table.source!r} has labels, by which partitions divide. Leave category_column {category!r} out."
+        )
+    found, kind = _columns_with_values(table), FORMS[form]
+    for names in kind.columns:
+        if not any(name in found for name in names):
+            raise DataError(
+                f"{table.source!r} has no column {' or '.join(map(repr, names))}, which rows of the form {form!r} "
+                f"have. It has {', '.join(sorted(found))}. Rename a column, or set another form."
+            )
+    records = []
+    for i in range(len(table.rows)):
+        stratum = table.name(i, category)
+        if category is not None and stratum is None:
+            raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
+        owner = table.name(i, client)
+        if client is not None and owner is None:
+            raise DataError(f"{table.place(i)} names no client in {client!r}. Fill it in, or drop the row.")
+        records.append(kind.read(table, i, stratum, owner))
+    kept = [record for record in records if _has_text(record)]
+    return kept, len(records) - len(kept)
+
+
+def unread_columns(table: Table, form: Form, *more: str | None) -> list[str]:
+    """Columns of a table that the form and the other settings do not read, sorted."""
+    kind = FORMS[form]
+    read = {*kind.more, *more, *(name for names in kind.columns for name in names)}
+    return sorted(_columns_with_values(table) - read)
+
+
+def _columns_with_values(table: Table) -> set[str]:
+    table.require()
+    return {name for row in table.rows for name, value in row.items() if value is not None}
+
+
+def _has_text(record: Record) -> bool:
+    if isinstance(record, Instruction):
+        return bool(record.response.strip())
+    return bool(record.text.strip()) if isinstance(record, Labeled) else True
+
+
+def _value(table: Table, i: int, names: tuple[str, ...]) -> tuple[Any, str]:
+    """The value of the only one of these columns that row ``i`` has, and its column."""
+    row = table.rows[i]
+    filled = [name for name in names if row.get(name) is not None]
+    if len(filled) != 1:
+        found = ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
+        need = " or ".join(map(repr, names))
+        problem = f"needs one of {need}, and has several" if filled else f"has no {need}; it has {found}"
+        raise DataError(f"{table.place(i)} {problem}. Fill it in, or drop the row.")
+    return row[filled[0]], filled[0]
+
+
+def _read_messages(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
+    value, column = _value(table, i, ("messages",))
+    messages = read_messages(value, table.place(i), column)
+    return _conversation(table, i, messages, 0, category, client)
+
+
+def _read_conversations(table: Table, i: int, category: str | None, client: str | None) -> Conversation:
+    value, column = _value(table, i, ("conversations",))
+    messages = read_messages(value, table.place(i), column)
+    system = table.text(i, "system", optional=True)
+    if system and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": system}, *messages)
+    return _conversation(table, i, messages, 0, category, client)
+
+
+def _conversation(
+    table: Table,
+    i: int,
+    messages: tuple[ChatMessage, ...],
+    learn_from: int,
+    category: str | None,
+    client: str | None,
+) -> Conversation:
+    place = table.place(i)
+    if not any(message["role"] == "assistant" for message in messages[learn_from:]):
+        raise DataError(f"{place} has no turn of the assistant to learn. Drop the row.")
+    tools = read_tools(table.rows[i].get("tools"), place)
+    return Conversation(messages, tools, learn_from, category, client, place)
+
+
+def _read_completion(
+    table: Table, i: int, category: str | None, client: str | None
+) -> Instruction | Conversation:
+    prompt, _ = _value(table, i, ("prompt",))
+    completion, _ = _value(table, i, ("completion",))
+    if isinstance(table.rows[i].get("label"), bool):
+        raise DataError(
+            f"{table.place(i)} has a 'label' that tells good completions from bad ones, and all would be learnt. "
+            "Keep the good rows and drop the column, or make pairs of 'chosen' and 'rejected'."
+        )
+    return _prompted(table, i, prompt, completion, "completion", category, client)
+
+
+def _prompted(
+    table: Table,
+    i: int,
+    prompt: Any,
+    response: Any,
+    column: str,
+    category: str | None,
+    client: str | None,
+) -> Instruction | Conversation:
+    """A prompt with a response, both texts or both lists of messages."""
+    place = table.place(i)
+    if is_message_list(prompt) != is_message_list(response):
+        raise DataError(
+            f"{place}: 'prompt' and {column!r} must both be text, or both be lists of messages. Rewrite one of them."
+        )
+    if is_message_list(prompt):
+        asked = read_messages(prompt, place, "prompt")
+        answered = read_messages(response, place, column)
+        return _conversation(table, i, (*asked, *answered), len(asked), category, client)
+    for name, value in (("prompt", prompt), (column, response)):
+        if not isinstance(value, str):
+            raise DataError(f"{place}: {name!r} must be text or a list of messages, not {value!r}.")
+    return Instruction(prompt, response, "", category, client)
+
+
+def _read_alpaca(table: Table, i: int, category: str | None, client: str | None) -> Instruction:
+    instruction, _ = _value(table, i, ("instruction",))
+    for name in ("history", "system"):
+        if table.rows[i].get(name):
+            raise DataError(
+                f"{table.place(i)} has a {name!r}, which this form would lose. Convert the rows to 'messages'."
+            )
+    response, column = _value(table, i, ("output", "response"))
+    for name, value in (("instruction", instruction), (column, response)):
+        if not isinstance(value, str):
+            raise DataError(f"{table.place(i)}: {name!r} must be text, not {value!r}.")
+    inputs = [table.text(i, name, optional=True) for name in ("input", "context")]
+    if all(inputs):
+        raise DataError(f"{table.place(i)} has both 'input' and 'context'. Drop one of them.")
+    return Instruction(instruction, response, "".join(inputs), category, client)
+
+
+def _read_preference(table: Table, i: int, category: str | None, client: str | None) -> Preference:
+    chosen, _ = _value(table, i, ("chosen",))
+    rejected, _ = _value(table, i, ("rejected",))
+    prompt, place = table.rows[i].get("prompt"), table.place(i)
+    if is_message_list(chosen) != is_message_list(rejected):
+        raise DataError(
+            f"{place}: 'chosen' and 'rejected' must both be text, or both be lists of messages. Rewrite one."
+        )
+    # of a prompt as text beside lists of messages, these begin with the prompt
+    if is_message_list(chosen) and not is_message_list(prompt):
+        prompt, chosen, rejected = _common_turns(chosen, rejected, place)
+    if prompt is None:
+        raise DataError(
+            f"{place} has no 'prompt', and 'chosen' and 'rejected' are text. Add a column 'prompt', or write "
+            "lists of messages, whose common first turns are the prompt."
+        )
+    pair = [
+        _prompted(table, i, prompt, response, column, category, client)
+        for response, column in ((chosen, "chosen"), (rejected, "rejected"))
+    ]
+    return Preference(pair[0], pair[1], category, client)
+
+
+def _common_turns(
+    chosen: Any, rejected: Any, place: str
+) -> tuple[list[ChatMessage], list[ChatMessage], list[ChatMessage]]:
+    """The turns with which both lists begin, and what follows them in each."""
+    first, second = read_messages(chosen, place, "chosen"), read_messages(rejected, place, "rejected")
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    common = [turn for turn, _ in pairs]
+    if not common or len(common) in (len(first), len(second)):
+        what = "begin with different turns" if not common else "differ in no turn of the assistant"
+        raise DataError(
+            f"{place}: 'chosen' and 'rejected' {what}, so there is no pair of responses to one prompt. Drop the "
+            "row, or add a column 'prompt'."
+        )
+    return common, list(first[len(common) :]), list(second[len(common) :])
+
+
+def _read_text(table: Table, i: int, category: str | None, client: str | None) -> Instruction:
+    return Instruction("", table.text(i, "text"), "", category, client)
+
+
+def _read_label(table: Table, i: int, _category: str | None, client: str | None) -> Labeled:
+    label, _ = _value(table, i, ("label",))
+    if isinstance(label, bool) or not isinstance(label, str | int):
+        raise DataError(f"{table.place(i)}: 'label' must be text or a whole number, not {label!r}.")
+    return Labeled(table.text(i, "text"), label, client)
+
+
+def _read_word_labels(table: Table, i: int, _category: str | None, client: str | None) -> TokenLabeled:
+    words, _ = _value(table, i, ("tokens",))
+    labels, column = _value(table, i, ("ner_tags", "labels", "tags"))
+    place = table.place(i)
+    if not is_message_list(words) or not all(isinstance(word, str) for word in words) or not words:
+        raise DataError(f"{place}: 'tokens' must be a list of words, not {words!r}.")
+    is_label = is_message_list(labels) and all(
+        isinstance(n, str | int) and not isinstance(n, bool) for n in labels
+    )
+    if not is_label or len(labels) != len(words):
+        count = len(labels) if is_message_list(labels) else repr(labels)
+        raise DataError(
+            f"{place}: {column!r} must hold a name or whole number for each of the {len(words)} 'tokens'; it "
+            f"holds {count}."
+        )
+    return TokenLabeled(tuple(words), tuple(labels), client, place)
+
+
+FORMS: dict[Form, RowForm] = {
+    "preference": RowForm((("chosen",), ("rejected",)), ("prompt", "tools"), _read_preference),
+    "messages": RowForm((("messages",),), ("tools",), _read_messages),
+    "conversations": RowForm((("conversations",),), ("system", "tools"), _read_conversations),
+    "prompt_completion": RowForm((("prompt",), ("completion",)), ("tools",), _read_completion),
+    "alpaca": RowForm((("instruction",), ("output", "response")), ("input", "context"), _read_alpaca),
+    "token_labels": RowForm((("tokens",), ("ner_tags", "labels", "tags")), (), _read_word_labels),
+    "labels": RowForm((("text",), ("label",)), (), _read_label),
+    "text": RowForm((("text",),), (), _read_text),
+}
+"""The forms by name, in the order in which they are looked for."""

@@ -1,0 +1,223 @@
+"""The source of text rows: files, folders and the hub, in every form that is recognized by its columns."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ....core.arguments.field_checks import CheckedFields
+from ....core.errors import ConfigError, DataError
+from ....core.key import Key
+from ...download.data_files import expand_path
+from ..table import Table, read_data_file, read_split
+from ..text_records import KINDS, Record, Texts, check_share, hold_out
+from .row_forms import FORMS, Form, read_rows, recognize_form, unread_columns
+
+_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True)
+class TextRows(CheckedFields):
+    """Text data in any usual form: conversations, prompts with completions, preference pairs, labels, plain text.
+
+    Files are ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` (each also with ``.gz``) or ``.parquet``. The form of a
+    row is recognized by the columns, and the notes of the data set say which one it is.
+
+    Attributes:
+        path: a file, a pattern such as ``clients/*.jsonl``, a folder, a list of files, or a name on the hub. A
+            folder is one that ``datasets`` reads or has saved; with ``client_by_file``, one of files.
+        form: ``auto``, or one of messages, conversations, prompt_completion, alpaca, preference, text, labels,
+            token_labels.
+        client_by_file: each file is a natural client, named after the file. Goes with partition natural.
+        client_column: column of natural clients, text or whole numbers, or None. Goes with partition natural.
+        category_column: column of categories, which partitions can use like a class, or None.
+        classes: of labels: names of the classes in the order of their numbers; by default those of the data
+            set, else the sorted names, or the numbers.
+        test: a file with the test part, or None.
+        name: of a folder or on the hub: configuration of the data set, for those that have several.
+        train_split: of a folder or on the hub: split for training.
+        test_split: of a folder or on the hub: split for the test part, or None.
+        test_share: random share of the records that become the test part, from 0 (none) to below 1.
+        seed: seed of that draw.
+        cache: folder of the cache of ``datasets``, or None for its usual one.
+    """
+
+    path: str | tuple[str, ...]
+    form: Literal[
+        "auto",
+        "messages",
+        "conversations",
+        "prompt_completion",
+        "alpaca",
+        "preference",
+        "text",
+        "labels",
+        "token_labels",
+    ] = "auto"
+    client_by_file: bool = False
+    client_column: str | None = None
+    category_column: str | None = None
+    classes: tuple[str, ...] = ()
+    test: str | None = None
+    name: str | None = None
+    train_split: str = "train"
+    test_split: str | None = None
+    test_share: float = 0.0
+    seed: int = 0
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        check_share(self.test_share)
+        tests = {"test": self.test, "test_split": self.test_split, "test_share": self.test_share or None}
+        chosen = [name for name, value in tests.items() if value is not None]
+        if len(chosen) > 1:
+            raise ConfigError(f"{' and '.join(chosen)} each choose the test part; set one of them.")
+        if self.client_by_file and self.client_column is not None:
+            raise ConfigError("client_by_file and client_column both say whose a row is; set one of them.")
+        if self.client_by_file and self.test is not None:
+            raise ConfigError(
+                "with client_by_file each client's test part comes from its own file. Leave test out, and set "
+                "test_share or the section [split]."
+            )
+        if not self.path:
+            raise ConfigError("path is an empty list; name at least one file.")
+
+    def load(self) -> Texts:
+        """The records; see `TextSource.load`."""
+        notes: list[str] = []
+        train_tables = self._train_tables()
+        test_tables = self._test_tables()
+        forms = {table.source: self._form(table) for table in [*train_tables, *test_tables]}
+        self._check_one_form(forms)
+        train = [record for table in train_tables for record in self._read(table, forms, notes)]
+        test = [record for table in test_tables for record in self._read(table, forms, notes)]
+        self._check_one_type([*train, *test])
+        rest, share = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
+        form = next(iter(forms.values()))
+        columns = FORMS[form].describe()
+        how = "set by data.form" if self.form != "auto" else "recognized by its columns"
+        count = f"{len(forms)} files" if len(forms) > 1 else next(iter(forms))
+        own_columns = (self.client_column, self.category_column)
+        tables = [*train_tables, *test_tables]
+        unread = sorted({name for table in tables for name in unread_columns(table, form, *own_columns)})
+        rest_of_note = f"; not read: {', '.join(unread)}" if unread else ""
+        notes.insert(0, f"{count}: rows are of the form {form!r} ({columns}), {how}{rest_of_note}")
+        own: Any = rest
+        held_out: Any = test or share
+        return Texts(
+            self._title(),
+            own,
+            held_out,
+            classes=self.classes or self._named_classes(train_tables[0], form),
+            notes=tuple(notes),
+            format="verbatim" if form == "prompt_completion" else "none" if form == "text" else None,
+        )
+
+    def _form(self, table: Table) -> Form:
+        return recognize_form(table) if self.form == "auto" else self.form
+
+    def _read(self, table: Table, forms: dict[str, Form], notes: list[str]) -> list[Record]:
+        records, empty = read_rows(table, forms[table.source], self.category_column, self.client_column)
+        if not records:
+            raise DataError(f"{table.source!r}: no row has a text to learn.")
+        if empty:
+            notes.append(f"{table.source}: {empty} of {len(table.rows)} rows dropped, which have no text")
+        if self.client_by_file:
+            client = _stem(table.source)
+            records = [_with_client(record, client) for record in records]
+        return records
+
+    def _check_one_form(self, forms: dict[str, Form]) -> None:
+        first: dict[Form, str] = {}
+        for source, form in forms.items():
+            first.setdefault(form, source)
+        if len(first) > 1:
+            found = "; ".join(f"{form!r} as in {source!r}" for form, source in first.items())
+            raise DataError(f"the files have rows of different forms: {found}. Convert them to one form.")
+
+    def _check_one_type(self, records: list[Record]) -> None:
+        kinds = {KINDS[type(record)] for record in records}
+        if len(kinds) > 1:
+            raise DataError(
+                f"{self._title()!r}: prompts are text in some rows and lists of messages in others. Convert "
+                "them to lists of messages."
+            )
+
+    def _train_tables(self) -> list[Table]:
+        files = self._files()
+        if files is None:
+            assert isinstance(self.path, str)
+            return [read_split(self.path, self.name, self.train_split, self.cache)]
+        if self.test_split is not None:
+            raise ConfigError(
+                f"{files[0]!r} is a file, which has no split {self.test_split!r}. Name a test file as test."
+            )
+        return [read_data_file(file, self.cache) for file in files]
+
+    def _test_tables(self) -> list[Table]:
+        if self.test is not None:
+            return [read_data_file(self.test, self.cache)]
+        if self.test_split is None:
+            return []
+        assert isinstance(self.path, str)
+        return [read_split(self.path, self.name, self.test_split, self.cache)]
+
+    def _files(self) -> list[str] | None:
+        """The files that the path names, or None for what ``datasets`` finds by itself."""
+        if not isinstance(self.path, str):
+            files = [expand_path(path) for path in self.path]
+        else:
+            where = expand_path(self.path)
+            if any(letter in where for letter in "*?[") and not Path(where).exists():
+                files = sorted(glob.glob(where))  # noqa: PTH207 - a pattern may be absolute
+                if not files:
+                    raise DataError(f"no file fits the pattern {where!r}.")
+            elif Path(where).is_file():
+                files = [where]
+            elif self.client_by_file and Path(where).is_dir():
+                found = sorted(Path(where).iterdir())
+                files = [str(file) for file in found if file.name.removesuffix(".gz").endswith(_ENDINGS)]
+                if not files:
+                    raise DataError(f"{where!r} holds no file that ends in {', '.join(_ENDINGS)}.")
+            elif self.client_by_file:
+                raise DataError(
+                    f"client_by_file needs a folder, a pattern or a list of files, not {where!r}."
+                )
+            else:
+                return None
+        if self.client_by_file:
+            twice = [name for name, count in Counter(map(_stem, files)).items() if count > 1]
+            if twice:
+                raise DataError(f"two files would both be the client {twice[0]!r}. Rename one of them.")
+        return files
+
+    def _named_classes(self, table: Table, form: Form) -> tuple[str, ...]:
+        """The classes that a data set itself names for its column of labels."""
+        names = {"labels": ("label",), "token_labels": ("ner_tags", "labels", "tags")}.get(form, ())
+        return next((table.classes[name] for name in names if name in table.classes), ())
+
+    def _title(self) -> str:
+        """A name for reports: of the file, or of its folder if the file is only the training part."""
+        if not isinstance(self.path, str):
+            return Path(expand_path(self.path[0])).parent.name or _stem(self.path[0])
+        where = Path(expand_path(self.path))
+        stem = _stem(self.path)
+        if (stem.startswith("train") or "*" in stem) and where.parent.name:
+            return where.parent.name
+        return stem or self.path
+
+
+def _stem(path: str) -> str:
+    """Name of a file without its endings; of a folder its name."""
+    name = os.path.basename(os.path.normpath(expand_path(path)))  # noqa: PTH119 - a hub name is no path
+    for ending in (".gz", *_ENDINGS):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _with_client(record: Record, client: str) -> Record:
+    return replace(record, client=client)

@@ -1,0 +1,69 @@
+"""Tokens of texts as padded arrays, and the numbers of their categories and clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import DataError
+from ..arrays import encode_labels
+from .text_records import Labeled, Record, TokenLabeled
+
+T = TypeVar("T")
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int, value: int) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right, and their mask (0 for padding), both int64 [n, width]."""
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(width) < lengths[:, None]
+    out = torch.full((len(rows), width), value)
+    out[mask] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    return out, mask.long()
+
+
+def choose_pad_token(tokenizer: Any, notes: list[str]) -> int:
+    """The id that pads; a note says so if the tokenizer has no padding token."""
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    eos = tokenizer.eos_token_id
+    notes.append(f"the tokenizer has no padding token: {'token 0' if eos is None else 'EOS'} pads")
+    return 0 if eos is None else int(eos)
+
+
+def number_strata(
+    name: str, parts: Sequence[Sequence[Record]]
+) -> tuple[Sequence[Tensor | None], tuple[str, ...]]:
+    """Category number of each record in each part, int64 [n], and the names of the categories."""
+    values = [
+        [None if isinstance(record, Labeled | TokenLabeled) else record.category for record in part]
+        for part in parts
+    ]
+    missing = sum(value is None for part in values for value in part)
+    if missing == sum(map(len, values)):
+        return [None] * len(parts), ()
+    if missing:
+        raise DataError(f"{missing} records of {name!r} have no category, but others have one.")
+    return encode_labels([np.array(part) for part in values], f"the categories of {name!r}")
+
+
+def number_clients(
+    parts: Sequence[Sequence[Record]],
+) -> tuple[Sequence[Tensor | None], tuple[str, ...]]:
+    """Client number of each record in each part, int64 [n], -1 for none, and the names of the clients.
+
+    A part without clients has None for its numbers.
+    """
+    names = tuple(sorted({record.client for part in parts for record in part if record.client is not None}))
+    numbers: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+    ids = [torch.tensor([numbers.get(record.client, -1) for record in part]) for part in parts]
+    return [part if bool((part >= 0).any()) else None for part in ids], names
+
+
+def pair_parts(parts: Sequence[T]) -> tuple[T, T | None]:
+    """The values of the training part and of the test part, None if there is none."""
+    return parts[0], parts[1] if len(parts) > 1 else None

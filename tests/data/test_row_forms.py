@@ -1,0 +1,336 @@
+"""Forms of rows, in real files that other libraries write."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.data.text.rows.row_forms import FORMS
+from fedlowrank.data.text.rows.text_rows import TextRows
+from fedlowrank.data.text.text_records import Conversation, Instruction, Labeled, Preference, TokenLabeled
+
+library = pytest.importorskip("datasets")
+library.disable_progress_bars()
+
+USER, ANSWER, OTHER = (
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "assistant", "content": "no"},
+)
+SAID = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+TALK = (USER, ANSWER)
+
+
+def read(folder: Path, rows: list[dict[str, Any]], name: str = "a.jsonl", **more: Any) -> Any:
+    """The texts of a file, which the libraries' own writers make."""
+    file = folder / name
+    if name.endswith(".parquet"):
+        library.Dataset.from_list(rows).to_parquet(str(file))
+    elif name.endswith((".csv", ".tsv")):
+        library.Dataset.from_list(rows).to_csv(str(file), sep="\t" if name.endswith("tsv") else ",")
+    else:
+        text = (
+            json.dumps(rows) if ".json" in name and ".jsonl" not in name else "\n".join(map(json.dumps, rows))
+        )
+        file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return TextRows(str(file), cache=str(folder / "cache"), **more).load()
+
+
+def fields(conversation: Conversation) -> Any:
+    return conversation.messages, conversation.tools, conversation.learn_from
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "wanted"),
+    [
+        ("messages", {"messages": [USER, ANSWER]}, (TALK, (), 0)),
+        ("messages", {"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, (TALK, ({"name": "f"},), 0)),
+        ("messages", {"messages": [USER, ANSWER], "tools": '[{"name": "f"}]'}, (TALK, ({"name": "f"},), 0)),
+        ("conversations", {"conversations": SAID}, (TALK, (), 0)),
+        (
+            "conversations",
+            {"conversations": SAID, "system": "be brief"},
+            (({"role": "system", "content": "be brief"}, *TALK), (), 0),
+        ),
+        ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}, (TALK, (), 1)),
+        ("prompt_completion", {"prompt": "hi ", "completion": "hello"}, Instruction("hi ", "hello")),
+        ("alpaca", {"instruction": "do", "input": "it", "output": "done"}, Instruction("do", "done", "it")),
+        ("alpaca", {"instruction": "do", "response": "done"}, Instruction("do", "done")),
+        (
+            "alpaca",
+            {"instruction": "do", "context": "it", "response": "done"},
+            Instruction("do", "done", "it"),
+        ),
+        ("text", {"text": "once"}, Instruction("", "once")),
+        ("labels", {"text": "good", "label": 1}, Labeled("good", 1)),
+        ("labels", {"text": "good", "label": "yes"}, Labeled("good", "yes")),
+    ],
+)
+def test_a_form_is_recognized_and_said(tmp_path: Path, form: str, row: dict[str, Any], wanted: Any) -> None:
+    found = read(tmp_path, [row, row])
+    assert len(found.train) == 2
+    assert (fields(found.train[0]) if isinstance(wanted, tuple) else found.train[0]) == wanted
+    assert f"a.jsonl: rows are of the form {form!r}" in found.notes[0]
+    assert found.notes[0].endswith("recognized by its columns")
+    # as set by the user
+    again = read(tmp_path, [row, row], form=form)
+    assert again.notes[0].endswith("set by data.form")
+    assert len(again.train) == 2
+    assert {"prompt_completion": "verbatim", "text": "none"}.get(form) == found.format
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+        # a prompt beside lists that contain it
+        {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    ],
+)
+def test_pairs_of_messages(tmp_path: Path, row: dict[str, Any]) -> None:
+    (pair,) = read(tmp_path, [row]).train
+    assert isinstance(pair, Preference)
+    assert fields(pair.chosen) == ((USER, ANSWER), (), 1)
+    assert fields(pair.rejected) == ((USER, OTHER), (), 1)
+
+
+def test_pairs_of_texts(tmp_path: Path) -> None:
+    (pair,) = read(tmp_path, [{"prompt": "hi", "chosen": "hello", "rejected": "no"}]).train
+    assert (pair.chosen, pair.rejected) == (Instruction("hi", "hello"), Instruction("hi", "no"))
+
+
+def test_labels_of_words_with_the_names_of_a_saved_data_set(tmp_path: Path) -> None:
+    names = library.ClassLabel(names=["O", "PER"])
+    kinds = library.Features(
+        {"tokens": library.List(library.Value("string")), "ner_tags": library.List(names)}
+    )
+    rows = {"tokens": [["Ann", "ran"], ["no"]], "ner_tags": [[1, 0], [0]]}
+    library.Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "saved"))
+    found = TextRows(str(tmp_path / "saved")).load()
+    assert [(r.words, r.labels) for r in found.train] == [(("Ann", "ran"), (1, 0)), (("no",), (0,))]
+    assert isinstance(found.train[0], TokenLabeled)
+    assert found.classes == ("O", "PER")
+    assert "form 'token_labels'" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet", "a.csv", "a.tsv"]
+)
+def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) -> None:
+    rows = [{"instruction": f"do {i}, é", "output": f"done\n{i}", "who": f"c{i % 2}"} for i in range(4)]
+    found = read(tmp_path, rows, name, client_column="who", category_column="who")
+    assert found.train == [
+        Instruction(f"do {i}, é", f"done\n{i}", category=f"c{i % 2}", client=f"c{i % 2}") for i in range(4)
+    ]
+    assert found.name == "a"
+
+
+def test_messages_survive_parquet_which_fills_in_nulls(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "x": "1"}}]}
+    rows = [
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, call, {"role": "tool", "content": "r"}, ANSWER]},
+    ]
+    for name in ("a.parquet", "a.jsonl"):
+        plain, calling = read(tmp_path, rows, name).train
+        assert plain.messages == TALK
+        assert calling.messages[1] == {**call, "content": ""}
+
+
+def test_splits_of_a_saved_data_set(tmp_path: Path) -> None:
+    parts = {
+        name: library.Dataset.from_list([{"text": f"{name} {i}"} for i in range(2)])
+        for name in ("train", "dev")
+    }
+    library.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    found = TextRows(str(tmp_path / "saved"), test_split="dev").load()
+    assert [r.response for r in found.train] == ["train 0", "train 1"]
+    assert [r.response for r in found.test] == ["dev 0", "dev 1"]
+    assert TextRows(str(tmp_path / "saved"), train_split="dev").load().test is None
+    with pytest.raises(DataError, match="no split 'test'"):
+        TextRows(str(tmp_path / "saved"), test_split="test").load()
+
+
+def files(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("b", "a"):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(2))
+        )
+    return folder
+
+
+def test_a_client_is_a_file_of_a_folder_a_pattern_or_a_list(tmp_path: Path) -> None:
+    folder = files(tmp_path / "sites")
+    (folder / "readme.md").write_text("no rows")
+    listed = (str(folder / "a.jsonl"), str(folder / "b.jsonl"))
+    for path in (str(folder), str(folder / "*.jsonl"), listed):
+        found = TextRows(path, client_by_file=True).load()
+        assert [(r.response, r.client) for r in found.train] == [
+            ("a0", "a"),
+            ("a1", "a"),
+            ("b0", "b"),
+            ("b1", "b"),
+        ]
+        assert found.name == "sites" or path == str(folder)
+        assert "2 files" in found.notes[0]
+    # without it they are one data set
+    assert {r.client for r in TextRows(listed).load().train} == {None}
+
+
+def test_a_test_part_by_share_or_file(tmp_path: Path) -> None:
+    rows = [{"text": f"{i}"} for i in range(10)]
+    found = read(tmp_path, rows, test_share=0.3, seed=1)
+    assert (len(found.train), len(found.test)) == (7, 3)
+    (tmp_path / "t.csv").write_text("text\nheld out\n")
+    found = read(tmp_path, rows, test=str(tmp_path / "t.csv"))
+    assert [r.response for r in found.test] == ["held out"]
+
+
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"messages": [USER, ANSWER]}, {"messages": [USER]}, "row 2 has no turn of the assistant to learn. Drop"),
+    (
+        {"messages": [USER, ANSWER]},
+        {"messages": []},
+        "row 2: 'messages' must be a list of at least one message",
+    ),
+    ({"messages": [USER, ANSWER]}, {"messages": None}, "row 2 has no 'messages'"),
+    (
+        {"messages": [USER, ANSWER]},
+        {"messages": [{"content": "x"}]},
+        "row 2: 'messages', turn 1 has no 'role'",
+    ),
+    (
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, {**ANSWER, "content": [{"type": "image"}]}]},
+        "turn 2: 'content'",
+    ),
+    (
+        {"conversations": SAID},
+        {"conversations": [{"from": "cat", "value": "x"}]},
+        "turn 1 is from 'cat', which is none",
+    ),
+    (
+        {"messages": [USER, ANSWER], "tools": "[]"},
+        {"messages": [USER, ANSWER], "tools": "{"},
+        "row 2: 'tools' is not",
+    ),
+    (
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "output": "b", "input": "c", "context": "d"},
+        "row 2 has both 'input' and 'context'",
+    ),
+    (
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": [ANSWER]},
+        "row 2: 'prompt' and 'completion' must",
+    ),
+    (
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": None},
+        "row 2 has no 'completion'; it has",
+    ),
+    (
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "output": None},
+        "row 2 has no 'output' or 'response'",
+    ),
+    (
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "output": "b", "response": "c"},
+        "row 2 needs one of 'output' or 'response', and has several",
+    ),
+    (
+        {"chosen": "a", "rejected": "b", "prompt": "x"},
+        {"chosen": "a", "rejected": "b"},
+        "row 2 has no 'prompt', and",
+    ),
+    (
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+        "row 2: 'chosen' and 'rejected' differ in no turn",
+    ),
+    (
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+        {"chosen": [USER, ANSWER], "rejected": [OTHER]},
+        "row 2: 'chosen' and 'rejected' begin with different turns",
+    ),
+    (
+        {"tokens": ["a"], "ner_tags": [0]},
+        {"tokens": ["a", "b"], "ner_tags": [0]},
+        "row 2: 'ner_tags' must hold .* 2 'tokens'",
+    ),
+    ({"text": "a", "label": 1}, {"text": "a", "label": None}, "row 2 has no 'label'"),
+    ({"text": "a", "label": 1}, {"text": "a", "label": 1.5}, "'label' must be text or a whole number"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "message"), MISFITS)
+def test_a_row_that_does_not_fit_is_named(tmp_path: Path, good: Any, bad: Any, message: str) -> None:
+    assert len(read(tmp_path, [good]).train) == 1
+    with pytest.raises(DataError, match=r"b\.jsonl.*" + message):
+        read(tmp_path, [good, bad], "b.jsonl")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"'a', 'b'|columns a, b, which are of no known form.*alpaca: instruction"
+    ):
+        read(tmp_path, [{"a": 1, "b": 2}])
+    with pytest.raises(DataError, match=r"no column 'messages', which rows of the form 'messages' have"):
+        read(tmp_path, [{"text": "x"}], form="messages")
+    with pytest.raises(DataError, match="row 2 names no client in 'who'"):
+        read(tmp_path, [{"text": "x", "who": "a"}, {"text": "x"}], client_column="who")
+    with pytest.raises(DataError, match="Leave category_column 'who' out"):
+        read(tmp_path, [{"text": "x", "label": 0, "who": "a"}], category_column="who")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": }\n')
+    with pytest.raises(DataError, match=r"datasets cannot read .*bad\.jsonl.*JSON parse error"):
+        TextRows(str(tmp_path / "bad.jsonl")).load()
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(DataError, match=r"ends in none of \.parquet"):
+        TextRows(str(tmp_path / "x.txt")).load()
+    with pytest.raises(DataError, match="no file fits the pattern"):
+        TextRows(str(tmp_path / "*.none")).load()
+    folder = files(tmp_path / "sites")
+    (folder / "c.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}))
+    with pytest.raises(
+        DataError, match=r"different forms: 'text' as in .*a\.jsonl.*'alpaca' as in .*c\.jsonl"
+    ):
+        TextRows(str(folder), client_by_file=True).load()
+    with pytest.raises(DataError, match="prompts are text in some rows"):
+        read(tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": [ANSWER]}])
+    for more in (
+        {"test": "a", "test_share": 0.1},
+        {"client_by_file": True, "client_column": "a"},
+        {"client_by_file": True, "test": "b"},
+        {"form": "none"},
+    ):
+        with pytest.raises(ConfigError):
+            TextRows("a", **more)
+
+
+def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
+    row = {"instruction": "a", "output": "b", "id": 1, "who": "x", "history": None}
+    found = read(tmp_path, [row, row], client_column="who")
+    assert found.notes[0].endswith("recognized by its columns; not read: id")
+
+
+def test_rows_without_text_are_dropped_and_counted(tmp_path: Path) -> None:
+    found = read(tmp_path, [{"text": "a"}, {"text": " "}, {"text": "b"}])
+    assert [r.response for r in found.train] == ["a", "b"]
+    assert found.notes[1].endswith("1 of 3 rows dropped, which have no text")
+
+
+def test_every_form_has_its_setting_and_the_base_package_needs_no_datasets() -> None:
+    choices = TextRows.__annotations__["form"]
+    assert all(f'"{name}"' in choices or f"'{name}'" in choices for name in FORMS)
+    code = "import sys, fedlowrank.data.text.text_sources; sys.exit('datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
