@@ -104,6 +104,7 @@ class Language:
         """The code, with the base frozen inside."""
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(NAME, self.model, dict(example), head)
+        made.declare_repeatable()
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made

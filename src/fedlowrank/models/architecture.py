@@ -18,7 +18,7 @@ from ..core.key import Key
 from ..core.tree import Params
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
-from .standard import HOOKS, has_hooks, is_standard
+from .standard import HOOKS, count_hooks, has_hooks, is_standard
 from .stateless import SavedSlots, restore_slots, unchanged
 from .statistics.local_statistics import LocalStatistics, current_statistics
 from .statistics.normalization import (
@@ -115,6 +115,7 @@ class Architecture:
         self.complex = complex_names(module)
         self.parameters = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
+        self._library_hooks: int | None = None
         if head is None:
             declared = getattr(module, "head_name", None)
             head = declared if declared is not None else "head" if "head" in modules else None
@@ -210,6 +211,18 @@ class Architecture:
     def is_standard(self) -> bool:
         """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
         return not self.running and is_standard(self.module)
+
+    def declare_repeatable(self) -> None:
+        """State that a further forward pass changes nothing but torch's generators, as of the models of transformers.
+
+        Then an engine may find the cost of a step without taking it. Hooks that are registered now are the library's own.
+        """
+        self._library_hooks = count_hooks(self.module)
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether :meth:`declare_repeatable` was called, and no hook of a user's has come since."""
+        return self._library_hooks is not None and self._library_hooks == count_hooks(self.module)
 
     @property
     def has_hooks(self) -> bool:

@@ -70,9 +70,13 @@ def is_standard(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a forward or backward hook is registered on a layer, or on all modules."""
-    if any(getattr(torch_module, f"_global{name}") for name in HOOKS):
-        return True
-    return any(getattr(layer, name) for layer in module.modules() for name in HOOKS)
+    return count_hooks(module) > 0
+
+
+def count_hooks(module: nn.Module) -> int:
+    """How many forward and backward hooks are registered on layers, and on all modules."""
+    everywhere = sum(len(getattr(torch_module, f"_global{name}")) for name in HOOKS)
+    return everywhere + sum(len(getattr(layer, name)) for layer in module.modules() for name in HOOKS)
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:

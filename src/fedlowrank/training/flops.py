@@ -83,6 +83,7 @@ class FlopLedger:
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
+        self._fits: dict[Any, tuple[int, int, int] | None] = {}
 
     @contextlib.contextmanager
     def counting(self, kind: Any, size: BatchSize) -> Iterator[None]:
@@ -98,8 +99,49 @@ class FlopLedger:
 
     def knows(self, kind: Any, size: BatchSize) -> bool:
         """Whether a step of that kind and size has been counted."""
-        return (kind, size) in self._known
+        return (kind, size) in self._known or self._fits.get(kind) is not None
+
+    def fit(self, kind: Any, count: Callable[[int, int], int], widest: int) -> bool:
+        """Learn the cost of all steps of a kind on texts from a few short ones.
+
+        A transformer takes b (c + α T + β T²) operations for b texts of T tokens. Three lengths give the numbers; a fourth
+        length and two texts must come to the same exactly, or nothing is learnt.
+
+        Args:
+            kind: see :meth:`counting`.
+            count: counts a step of so many texts of so many tokens.
+            widest: tokens of the longest text there is.
+
+        Returns:
+            Whether the cost of every size is known now.
+        """
+        if kind not in self._fits:
+            self._fits[kind] = None if widest < 4 else _quadratic(count, max(1, min(8, widest // 4)))
+        return self._fits[kind] is not None
+
+    def is_fitted(self, kind: Any) -> bool:
+        """Whether :meth:`fit` has learnt the cost of all sizes."""
+        return self._fits.get(kind) is not None
 
     def total(self, kind: Any, sizes: Mapping[BatchSize, int]) -> int:
-        """Operations of a number of steps of each size, all of which have been counted."""
-        return sum(steps * self._known[kind, size] for size, steps in sizes.items())
+        """Operations of a number of steps of each size, all of which are known."""
+        return sum(steps * self._of(kind, size) for size, steps in sizes.items())
+
+    def _of(self, kind: Any, size: BatchSize) -> int:
+        fitted = self._fits.get(kind)
+        if (kind, size) in self._known or fitted is None:
+            return self._known[kind, size]
+        texts, tokens = size
+        constant, linear, square = fitted
+        return texts * (constant + linear * tokens + square * tokens**2)
+
+
+def _quadratic(count: Callable[[int, int], int], unit: int) -> tuple[int, int, int] | None:
+    """Whole numbers c, α, β of the cost c + α T + β T² of a text; None if the cost is no such number."""
+    one, two, three, four = (count(1, k * unit) for k in (1, 2, 3, 4))
+    square, rest = divmod(three - 2 * two + one, 2 * unit**2)
+    linear, left = divmod(two - one - 3 * square * unit**2, unit)
+    constant = one - linear * unit - square * unit**2
+    found = constant + 4 * linear * unit + 16 * square * unit**2
+    fits = not rest and not left and found == four and count(2, 2 * unit) == 2 * two
+    return (constant, linear, square) if fits else None

@@ -174,6 +174,11 @@ class LocalData:
             [(n, t.shape[1:], t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)])]
         )
 
+    @property
+    def width(self) -> int | None:
+        """Tokens of a row of texts, padding included, or None where examples are no texts."""
+        return _width(self.examples)
+
     @cached_property
     def lengths(self) -> Tensor | None:
         """Tokens of each example ``[n]``, on the CPU, or None where examples are no texts."""

@@ -88,6 +88,8 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
+        if not standard and self.data.width is not None and all(m.may_run_again for m in self.models):
+            self._fit_cost(request, kind)
         training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
         try:
             with training, naming(self.whose, _BATCHES_OF_ONE):
@@ -134,9 +136,11 @@ class LocalTrainer:
         """
         seen: set[BatchSize] = set()
 
+        is_fitted = self.ledger.is_fitted(kind)
+
         def around(batch: Batch) -> AbstractContextManager[None]:
             size = size_of(batch)
-            if standard or size in seen:
+            if standard or is_fitted or size in seen:
                 return contextlib.nullcontext()
             seen.add(size)
             return self.ledger.counting(kind, size)
@@ -158,6 +162,19 @@ class LocalTrainer:
                 work = work or Work(request, self.round)
                 with self.ledger.counting(kind, size):
                     work.gradient(work.loss(gather(self.data.examples, i, loss=self.data.loss)))
+
+    def _fit_cost(self, request: Request, kind: Any) -> None:
+        """Learn what steps on texts cost from a few short ones, which are not taken."""
+
+        def count(texts: int, tokens: int) -> int:
+            first = torch.zeros(texts, dtype=torch.int64)
+            batch = gather(self.data.examples, first, columns=tokens, loss=self.data.loss)
+            with self._in_training(self.data.key / "cost"), FlopCounter() as counter:
+                work.gradient(work.loss(batch))
+            return int(counter.total)
+
+        work = Work(request, self.round)
+        self.ledger.fit(kind, count, self.data.width or 0)
 
     @contextlib.contextmanager
     def _in_training(self, key: Key) -> Iterator[None]:
