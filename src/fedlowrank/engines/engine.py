@@ -170,7 +170,8 @@ class Engine(ABC):
         data = LocalData(client, examples, passes, key, augment, turns, by_length, loss)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
-        return LocalTrainer(mine, others, data, round, self.ledger, self.micro_batch)
+        parts = self.micro_batch, not method.couples_examples
+        return LocalTrainer(mine, others, data, round, self.ledger, *parts)
 
 
 def client_key(federation: Federation, client: int, round: int) -> Key:

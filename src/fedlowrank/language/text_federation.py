@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.rank_limits import warn_lowered_ranks
+from ..core.arguments.bounds import check_bounds
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
@@ -26,6 +27,7 @@ from ..models.stateless import exchange_slots
 from ..results.records import RoundRecord
 from .artifacts import METADATA
 from .base_model import LanguageBase, LoadedBase, load_base
+from .embedding_noise import add_embedding_noise
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
@@ -61,6 +63,7 @@ class LanguageSettings(LanguageBase):
         system: of conversations: template, the system's turn is written by the template; merge, its text is
             put before the first user's, for templates without such a role.
         by_length: training batches of examples of like length.
+        neftune: α of the noise on embeddings while training (:mod:`.embedding_noise`); 0 for none.
         autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
             weights; none leaves it.
     """
@@ -72,7 +75,12 @@ class LanguageSettings(LanguageBase):
     truncate: Literal["right", "left", "turns", "refuse"] = "right"
     system: Literal["template", "merge"] = "template"
     by_length: bool = False
+    neftune: float = 0.0
     autocast: Literal["none", "bfloat16", "float16"] = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, {"neftune": ">= 0"}, "language")
 
     @property
     def text(self) -> TextSettings:
@@ -258,6 +266,8 @@ def load_language_model(
     loaded = load_base(settings, classes, key / "base")
     if settings.packing:
         use_packed_attention(loaded.model)
+    if settings.neftune:
+        add_embedding_noise(loaded.model, settings.neftune)
     model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -25,6 +26,8 @@ from .local_data import BatchSize, LocalData, chunk_size, gather, size_of
 from .steps import Work, layout
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _BATCHES_OF_ONE = (
     "Set drop_last = true in the method, or a batch_size that leaves no client a batch of one example; a client "
@@ -57,6 +60,8 @@ class LocalTrainer:
         round: counted from 0.
         ledger: shared by all clients of a run.
         micro_batch: examples at once in a step, or None for all of its batch.
+        may_halve: whether a step of repeatable models that runs out of memory is taken in halves; not where the loss of a
+            batch is no mean over its examples.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class LocalTrainer:
         round: int,
         ledger: FlopLedger,
         micro_batch: int | None = None,
+        may_halve: bool = False,
     ) -> None:
+        self.may_halve = may_halve
         self.model = model
         self.models = list(models)
         self.data = data
@@ -78,7 +85,8 @@ class LocalTrainer:
 
     def fresh(self) -> LocalTrainer:
         """The same client with a meter of its own."""
-        return LocalTrainer(self.model, self.models, self.data, self.round, self.ledger, self.micro_batch)
+        parts = self.micro_batch, self.may_halve
+        return LocalTrainer(self.model, self.models, self.data, self.round, self.ledger, *parts)
 
     def steps(self, name: str) -> int:
         """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
@@ -88,7 +96,8 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
-        if not standard and self.data.width is not None and all(m.may_run_again for m in self.models):
+        repeatable = all(m.may_run_again for m in self.models)
+        if not standard and self.data.width is not None and repeatable:
             self._fit_cost(request, kind)
         training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
         try:
@@ -102,6 +111,7 @@ class LocalTrainer:
                     self.micro_batch,
                     self._counting(kind, standard),
                     self.steps(name),
+                    self.whose if self.may_halve and repeatable else None,
                 )
         except LossError as error:
             where = f"{self.data.info.title}, round {self.round}, pass {name!r}"
@@ -272,8 +282,11 @@ def descend(
     micro_batch: int | None = None,
     counting: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     steps: int = 1,
+    whose: str | None = None,
 ) -> tuple[Any, Tensor]:
     """Take one step a batch.
+
+    A step that runs out of memory is taken again in two halves, and those after it in parts of that size, once in a pass.
 
     Args:
         request: what is trained.
@@ -282,6 +295,7 @@ def descend(
         micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
         counting: entered around each loss and its gradient.
         steps: how many batches there are, for a schedule within the pass.
+        whose: the client, for the message where a step is halved; None to raise the error instead.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
@@ -289,8 +303,22 @@ def descend(
     work = Work(request, round, steps)
     losses: list[Tensor] = []
     for batch in batches:
-        with counting(batch):
-            value, grads = _gradient(work, batch, micro_batch)
+        at_once = len(batch) if micro_batch is None else min(micro_batch, len(batch))
+        try:
+            with counting(batch):
+                value, grads = _gradient(work, batch, micro_batch)
+        except torch.OutOfMemoryError:
+            if whose is None or at_once == 1:
+                raise
+            micro_batch, half = at_once // 2, whose
+            whose = None
+            logger.warning(
+                "%s: a step on %d examples ran out of memory; this step and those after it in the pass take %d at once. Set "
+                "run.micro_batch = %d",
+                *(half, at_once, micro_batch, micro_batch),
+            )
+            with counting(batch):
+                value, grads = _gradient(work, batch, micro_batch)
         work.step(grads)
         losses.append(value)
     if request.kept is not None:
