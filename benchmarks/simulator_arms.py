@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from simulator_task import BATCH, LR, Clock, Plan, federation_of, subject, weights
+from simulator_task import LR, Clock, Plan, federation_of, subject, weights
 
 
 def plain_module(name: str, plan: Plan) -> Any:
@@ -46,7 +46,7 @@ def bare(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
                 for p, q in zip(trained(module), server, strict=True):
                     p.copy_(q)
             optimizer = torch.optim.SGD(trained(module), lr=LR)
-            for index in torch.from_numpy(order).split(BATCH):
+            for index in torch.from_numpy(order).split(int(plan["batch"])):
                 optimizer.zero_grad()
                 functional.cross_entropy(module(x[client][index]), y[client][index]).backward()
                 optimizer.step()
@@ -69,9 +69,16 @@ def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]
         from fedlowrank.rounds.run import Run
         from fedlowrank.rounds.run_settings import RunSettings
 
-        rounds, fed = len(plan["cohorts"]), federation_of(name, len(plan["x"]))
-        settings = RunSettings(rounds=rounds + 1, participation=10 / len(plan["x"]), evaluate_every=10**6)
-        run = Run(METHODS["fedavg"](batch_size=BATCH, optimizer=SGD(lr=LR)), fed, settings, ENGINES[engine]())
+        rounds, fed = len(plan["cohorts"]), federation_of(name, *plan["x"].shape[:2])
+        settings = RunSettings(
+            rounds=rounds + 1, participation=plan["cohorts"].shape[1] / len(plan["x"]), evaluate_every=10**6
+        )
+        run = Run(
+            METHODS["fedavg"](batch_size=int(plan["batch"]), optimizer=SGD(lr=LR)),
+            fed,
+            settings,
+            ENGINES[engine](),
+        )
         # the first round is evaluated; not so here
         run.is_due = lambda: False  # type: ignore[method-assign]
         for _ in range(rounds):
@@ -150,9 +157,9 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
         backend=backend,
         model=model,
         model_train_params=NNTrainHyperParams(
-            local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH
+            local_num_epochs=1, local_learning_rate=LR, local_batch_size=int(plan["batch"])
         ),
-        model_eval_params=NNEvalHyperParams(local_batch_size=BATCH),
+        model_eval_params=NNEvalHyperParams(local_batch_size=int(plan["batch"])),
         callbacks=[Mark()],
     )
     return [p.detach().numpy() for p in trained(module)]
@@ -189,7 +196,7 @@ def flower(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
                 p.copy_(torch.from_numpy(w))
         client = int(config["client"])
         optimizer = torch.optim.SGD(trained(module), lr=LR)
-        for index in torch.tensor(config["order"]).split(BATCH):
+        for index in torch.tensor(config["order"]).split(int(plan["batch"])):
             optimizer.zero_grad()
             functional.cross_entropy(module(held["x"][client][index]), held["y"][client][index]).backward()
             optimizer.step()
@@ -261,7 +268,7 @@ def fedjax(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
         jax.grad(loss),
         fj.optimizers.sgd(LR),
         fj.optimizers.sgd(1.0),
-        fj.ShuffleRepeatBatchHParams(batch_size=BATCH, num_epochs=1, skip_shuffle=True),
+        fj.ShuffleRepeatBatchHParams(batch_size=int(plan["batch"]), num_epochs=1, skip_shuffle=True),
     )
     state = algorithm.init([jnp.asarray(w) for w in weights(plan)])
     key = jax.random.PRNGKey(0)

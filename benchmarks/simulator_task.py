@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 WARM = 6
 """Rounds that are not counted."""
 
-LR, BATCH, EXAMPLES = 0.01, 32, 64
-"""Two whole batches a client, for FedJAX would fill a short one up with examples that the others do not see again."""
+LR = 0.01
+
+
+class Problem(NamedTuple):
+    """How many clients there are and what they do in a round.
+
+    Attributes:
+        clients: in all.
+        examples: of each; whole batches of them, for FedJAX would fill a short one up with examples that the others do not see
+            again.
+        sample: clients a round.
+        batch: examples a step.
+    """
+
+    clients: int
+    examples: int
+    sample: int
+    batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Problem:
+        """Read ``1000x20/100:10``: clients x examples / clients a round : batch."""
+        return cls(*(int(number) for number in re.fullmatch(r"(\d+)x(\d+)/(\d+):(\d+)", text).groups()))  # type: ignore[union-attr]
+
 
 TOKENS, WIDTH = 1000, 128
 """Of the transformer: its vocabulary, and the length of its vectors."""
@@ -67,7 +90,7 @@ def subject(name: str) -> Any:
     return {**SUBJECTS, **more}[name]
 
 
-def federation_of(name: str, clients: int) -> Any:
+def federation_of(name: str, clients: int, examples: int) -> Any:
     """Clients with random examples."""
     import torch
     from bench_loops import bench_federation
@@ -75,15 +98,15 @@ def federation_of(name: str, clients: int) -> Any:
     from fedlowrank.data.federation import Federation
 
     if name != "lora":
-        return bench_federation(subject(name), clients, EXAMPLES)
+        return bench_federation(subject(name), clients, examples)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randint(TOKENS, (clients, EXAMPLES, 32), generator=generator)
-    y = torch.randint(10, (clients, EXAMPLES), generator=generator)
+    x = torch.randint(TOKENS, (clients, examples, 32), generator=generator)
+    y = torch.randint(10, (clients, examples), generator=generator)
     data = [{"train": pair} for pair in zip(x.unbind(), y.unbind(), strict=True)]
     return Federation.from_arrays(data, transformer, classes=10)
 
 
-def make_plan(name: str, clients: int, rounds: int) -> Plan:
+def make_plan(name: str, problem: Problem, rounds: int) -> Plan:
     """Examples, initial weights, and who trains in which order."""
     import torch
 
@@ -93,10 +116,13 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
     from fedlowrank.rounds.run import Run
     from fedlowrank.rounds.run_settings import RunSettings
 
-    fed = federation_of(name, clients)
-    settings = RunSettings(rounds=rounds, participation=10 / clients)
+    fed = federation_of(name, problem.clients, problem.examples)
+    settings = RunSettings(rounds=rounds, participation=problem.sample / problem.clients)
     run = Run(
-        METHODS["fedavg"](batch_size=BATCH, optimizer=SGD(lr=LR)), fed, settings, ENGINES["sequential"]()
+        METHODS["fedavg"](batch_size=problem.batch, optimizer=SGD(lr=LR)),
+        fed,
+        settings,
+        ENGINES["sequential"](),
     )
     cohorts, orders = [], []
     for t in range(rounds):
@@ -110,6 +136,7 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
         "y": np.stack([np.asarray(c.train.y) for c in fed.clients]),
         "cohorts": np.array(cohorts),
         "orders": np.array(orders),
+        "batch": np.array(problem.batch),
     }
     module = next(iter(fed.architectures.values())).module
     frozen = [p.numpy() for p in module.parameters() if not p.requires_grad]

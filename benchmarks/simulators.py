@@ -1,8 +1,8 @@
 """A federated round here and in other simulators: the same model, examples, order, clients, seeds; final weights compared.
 
     pip install pfl "flwr[simulation]"           # and FedJAX in an environment of its own, with jax 0.4.25 and numpy 1.26
-    python benchmarks/simulators.py [--models mlp25k,mlp99k,mlp200k,cnn] [--arms bare,sequential,vectorized,pfl,flower,fedjax]
-        [--clients 100] [--rounds 30] [--jax-python PATH] [--page docs/results/speed.md]
+    python benchmarks/simulators.py [--rows MODEL:CLIENTSxEXAMPLES/SAMPLE:BATCH,...] [--arms bare,sequential,vectorized,...]
+        [--rounds 30] [--jax-python PATH] [--page docs/results/speed.md]
 
 Simulators that are not installed are left out. With ``--page`` the table becomes the last section of that page, which
 ``bench.py`` has written: ``make bench bench-peers``.
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from memory import peak, resident
 from simulator_arms import ARMS, TITLES
-from simulator_task import WARM, Clock, Plan, make_plan, next_turn
+from simulator_task import WARM, Clock, Plan, Problem, make_plan, next_turn
 
 
 def run_arm(arm: str, name: str, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Runner:
             str(Path(__file__).resolve()),
             "--run",
             arm,
-            "--models",
+            "--rows",
             name,
             "--folder",
             str(folder),
@@ -94,13 +94,16 @@ def difference(folder: Path, arm: str) -> float:
     return apart / max(float(np.abs(x).max()) for x in a)
 
 
-def compare(name: str, clients: int, rounds: int, arms: Sequence[str], jax_python: str) -> list[str]:
+def compare(name: str, problem: Problem, rounds: int, arms: Sequence[str], jax_python: str) -> list[str]:
     """Rows of a table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        np.savez(folder / "plan.npz", **make_plan(name, clients, rounds + WARM))  # type: ignore[arg-type]
+        np.savez(folder / "plan.npz", **make_plan(name, problem, rounds + WARM))  # type: ignore[arg-type]
         # which has networks of its own, and not this one
-        arms = [a for a in arms if (a, name) != ("fedjax", "lora")]
+        # and Flower's simulation has ten nodes here
+        arms = [
+            a for a in arms if (a, name) != ("fedjax", "lora") and (a != "flower" or problem.sample == 10)
+        ]
         runners = [Runner(a, name, folder, jax_python if a == "fedjax" else sys.executable) for a in arms]
         turns: list[dict[str, dict[str, float]]] = []
         for t in range(rounds + WARM):
@@ -112,8 +115,20 @@ def compare(name: str, clients: int, rounds: int, arms: Sequence[str], jax_pytho
         for arm in arms:
             cpu, wall = (1e3 * statistics.median(t[arm][kind] for t in counted) for kind in ("cpu", "wall"))
             low, middle, high = statistics.quantiles([t[arm]["cpu"] / t["bare"]["cpu"] for t in counted], n=4)
+            beside = (
+                statistics.median(t[arm]["cpu"] / t["vectorized"]["cpu"] for t in counted)
+                if "vectorized" in arms
+                else 1.0
+            )
             memory = json.loads((folder / f"{arm}.json").read_text())["memory"]
-            cells = [name, str(clients), TITLES[arm], f"{cpu:.1f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+            cells = [
+                name,
+                f"{problem.clients} × {problem.examples}, {problem.sample}",
+                TITLES[arm],
+                f"{cpu:.1f}",
+                f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                f"{beside:.2f}",
+            ]
             cells += [f"{wall:.1f}", f"{memory:.0f}", f"{difference(folder, arm):.0e}"]
             rows.append("| " + " | ".join(cells) + " |")
             print(rows[-1], flush=True)
@@ -134,8 +149,8 @@ def is_installed(arm: str, jax_python: str) -> bool:
 SECTION = "## Other simulators"
 
 ABOUT = """\
-Federated averaging, 10 clients a round of 64 random examples each, batches of 32, one epoch, plain SGD, {rounds} rounds after
-{warm} that are not counted: the same model, initial weights, examples in the same order, clients of each round. Every arm
+Federated averaging, random examples, one epoch, plain SGD, batches of 32 of 64 examples, 20 of 200 and 10 of 20, {rounds} rounds
+after {warm} that are not counted: the same model, initial weights, examples in the same order, clients of each round. Every arm
 runs in a process of its own on one thread (Flower's clients in processes of Ray); they take turns round by round. The plain
 PyTorch loop loads weights, makes an optimizer for each client, and averages. *CPU / plain loop* is the median with quartiles
 of the ratio in the same turn. *Weights differ by*: the largest difference of a final weight from the plain loop's, as a
@@ -149,9 +164,15 @@ share of the largest weight. Memory is a process's peak above torch (or JAX) and
 | FedJAX | compiled for one client after another | shuffling, as all arms get their order |
 """
 
+ROWS = (
+    "mlp25k:10x200/10:20,mlp25k:100x20/10:10,mlp25k:100x20/100:10,mlp25k:1000x20/100:10,mlp25k:100x64/10:32,"
+    "mlp99k:100x64/10:32,mlp200k:100x64/10:32,cnn:100x64/10:32,lora:100x64/10:32"
+)
+
 HEAD = [
-    "| model | clients | simulator | CPU ms a round | CPU / plain loop | wall ms | memory, MiB | weights differ by |",
-    "| :--- | ---: | :--- | ---: | ---: | ---: | ---: | ---: |",
+    "| model | clients × examples, a round | simulator | CPU ms a round | CPU / plain loop | CPU / vectorized | wall ms "
+    "| memory, MiB | weights differ by |",
+    "| :--- | ---: | :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
 ]
 
 
@@ -160,9 +181,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="mlp25k,mlp99k,mlp200k,cnn,lora")
+    parser.add_argument("--rows", default=ROWS, help="MODEL:CLIENTSxEXAMPLES/SAMPLE:BATCH, ...")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--clients", default="100")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--jax-python", default=sys.executable)
     parser.add_argument("--page", type=Path)
@@ -170,18 +190,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        run_arm(args.run, args.models, args.folder)
+        run_arm(args.run, args.rows, args.folder)
         return
     from bench_loops import machine
 
     arms = [arm for arm in args.arms.split(",") if is_installed(arm, args.jax_python)]
     print("\n".join(HEAD), flush=True)
-    rows = [
-        row
-        for name in args.models.split(",")
-        for clients in args.clients.split(",")
-        for row in compare(name, int(clients), args.rounds, arms, args.jax_python)
-    ]
+    rows = []
+    for one in args.rows.split(","):
+        name, problem = one.split(":", 1)
+        rows += compare(name, Problem.parse(problem), args.rounds, arms, args.jax_python)
     if args.page:
         before = args.page.read_text().split(SECTION)[0].rstrip() if args.page.exists() else ""
         text = ABOUT.format(rounds=args.rounds, warm=WARM)
