@@ -28,7 +28,7 @@ from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
 from .cohort_evaluation import CohortModels
 from .local_model import LocalModel, local_model
-from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
+from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, TOKEN_ACCURACY, Block, Column
 from .scoring import Scores, ScoringPool, all_scores, concatenate, measure, measure_each, pool_of
 
 ModelsOfClients = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
@@ -384,9 +384,14 @@ def _block_of(
         sizes: of each client the parameter count of every series, and its shares of clusters.
     """
     tables: dict[str, dict[str, list[float | None]]] = {
-        ACCURACY: {series: of.accuracy for series, of in scores.items()},
+        ACCURACY: {
+            series: [None] * len(of.accuracy) if of.of_tokens else of.accuracy
+            for series, of in scores.items()
+        },
         LOSS: {series: [_shorten(v) for v in of.risk] for series, of in scores.items()},
     }
+    if any(of.of_tokens for of in scores.values()):
+        tables[TOKEN_ACCURACY] = {series: of.accuracy for series, of in scores.items()}
     for name in next(iter(scores.values())).metrics:
         tables[name] = {series: [_shorten(v) for v in of.metrics[name]] for series, of in scores.items()}
     columns = [

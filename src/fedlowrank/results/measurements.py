@@ -29,6 +29,10 @@ TRAINING_LOSS = "training_loss"
 """Name of the mean loss of a pass over the steps of a round."""
 
 ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
+
+TOKEN_ACCURACY = "token_accuracy"
+"""Share of tokens that a language model predicts. It is no accuracy: such models are judged by their loss per token."""
+
 """Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
 
 _ALWAYS = (ACCURACY, LOSS, PARAMETERS, ROUTE)

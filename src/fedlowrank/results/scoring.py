@@ -86,11 +86,13 @@ class Scores:
             examples of which all are right; of a label for each pixel, of pixels. None for a regression, too.
         risk: mean loss of the task; of language models the exponential of it is the perplexity.
         metrics: further ones by name; None where one is not defined, too.
+        of_tokens: whether the accuracy is that of predicted tokens.
     """
 
     accuracy: list[float | None]
     risk: list[float | None]
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
+    of_tokens: bool = False
 
 
 def measure(predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None) -> Scores:
@@ -161,6 +163,7 @@ def measure_scores(
         [right / count if count else None for right, count, _, _ in sums],
         [lost / weight if weight else None for _, _, lost, weight in sums],
         _further_metrics(kept, pool.lengths, metrics) if metrics else {},
+        any(pool.loss.predicts_tokens(part.y) for part in pool.passes),
     )
 
 

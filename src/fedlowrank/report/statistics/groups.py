@@ -16,7 +16,7 @@ from ...core.errors import ConfigError
 from ...results.records import RunRecord
 from ...rounds.run_settings import RunSettings
 from ..tables.number_formats import on_one_line
-from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
+from .measures import ACCURACY, LOSS, TOKEN_LOSS, Measure
 from .modes import find_modes
 from .run_statistics import ROUNDING, Estimate, RunStatistics, curve_over_seeds, estimate
 
@@ -154,10 +154,8 @@ def predicts_tokens(run: RunRecord) -> bool:
 
 
 def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:
-    """The measure under the name that it has where all groups predict tokens."""
-    if not groups or not all(predicts_tokens(group.first) for group in groups):
-        return measure
-    return TOKEN_LOSS if measure.is_loss else TOKEN_ACCURACY
+    """The measure, or where all groups predict tokens the loss by that name, for they have no accuracy."""
+    return TOKEN_LOSS if groups and all(predicts_tokens(group.first) for group in groups) else measure
 
 
 def measure_of(groups: Sequence[RunGroup]) -> Measure:

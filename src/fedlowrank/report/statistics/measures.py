@@ -88,12 +88,11 @@ class Measure:
 ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)
 LOSS = Measure("loss", "test loss", "Test loss")
 MEASURES = (ACCURACY, LOSS)
-TOKEN_ACCURACY = Measure("accuracy", "next-token accuracy", "Next-token accuracy", "%", 100.0)
 TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
 _METRIC_TITLES = {
     "macro_f1": "macro F1", "weighted_f1": "weighted F1", "auroc": "AUROC", "top3": "top-3 accuracy",
-    "top5": "top-5 accuracy", "ece": "ECE", "rmse": "RMSE", "mae": "MAE", "r2": "R²",
+    "top5": "top-5 accuracy", "token_accuracy": "next-token accuracy", "ece": "ECE", "rmse": "RMSE", "mae": "MAE", "r2": "R²",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ..findings import Finding, describe_families
 from ..low_rank import rank_tables, sizes_differ
 from ..sentences import collapse_warnings
 from ..statistics.groups import RunGroup, Target, group_runs
-from ..statistics.measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure, metric_title
+from ..statistics.measures import ACCURACY, LOSS, TOKEN_LOSS, Measure, metric_title
 from ..statistics.modes import Modes
 from ..statistics.paired import Family, make_families, paired_columns
 from ..statistics.run_statistics import format_modes, metric_row
@@ -168,8 +168,7 @@ def _findings(table: Comparison) -> list[str]:
 def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
     """Accuracy and loss under the names that they have in a table of these rows."""
     nouns = set(frame["judged_by"].dropna())
-    is_language = bool(nouns) and nouns <= {TOKEN_ACCURACY.noun, TOKEN_LOSS.noun}
-    return (TOKEN_ACCURACY, TOKEN_LOSS) if is_language else (ACCURACY, LOSS)
+    return ACCURACY, TOKEN_LOSS if nouns == {TOKEN_LOSS.noun} else LOSS
 
 
 def _column(
