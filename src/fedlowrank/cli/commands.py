@@ -45,6 +45,7 @@ from ..storage.run_files import run_folders
 from ..storage.run_folder import RunFolder
 from .download_command import get_data
 from .jobs.parallel import Ending, Outcome, run_parallel
+from .language.run_estimate import estimate_run
 from .one_run import read_one, show_run
 from .terminal import INTERRUPT_HINTS, OUT
 
@@ -71,6 +72,9 @@ def run(
     refuse_network_settings(experiment, overrides)
     federation = experiment.federation()
     _show_data(federation)
+    if isinstance(federation.companion, Language):
+        estimate = estimate_run(experiment.build_method(name), federation, experiment.run)
+        OUT.print(estimate or "no estimate of the time: the method's first pass cannot be seen alone")
     run_method(experiment, name, federation, folder, force)
     return show_run(folder)
 
@@ -298,8 +302,6 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
         return get_data(overrides, out)
     federation = ExperimentConfig.read(file, overrides).federation()
     _show_data(federation, all_clients=True)
-    if isinstance(federation.companion, Language):
-        print(describe_rows(federation.clients, federation.companion.loaded.tokenizer), flush=True)
     if out is not None:
         counts = class_counts(federation.clients, len(federation.classes))
         figure = class_count_figure(counts, federation.classes)
@@ -318,6 +320,8 @@ def _show_data(federation: Federation, all_clients: bool = False) -> None:
     few = FEW_CLIENTS if len(federation.clients) > MANY_CLIENTS and not all_clients else None
     table = class_count_table(federation.clients, federation.classes, OUT.width, notes=notes, most=few)
     print(table, flush=True)
+    if isinstance(federation.companion, Language):
+        print(describe_rows(federation.clients, federation.companion.loaded.tokenizer), flush=True)
 
 
 def run_method(

@@ -1,0 +1,85 @@
+"""How long a run of language models will train, and how much memory it needs, from one step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from ...core.contract.method import AnyMethod, Request
+from ...data.federation import Federation
+from ...engines.engine import client_view
+from ...engines.sequential import Sequential
+from ...rounds.run_settings import RunSettings
+from ...training.cohorts.cohort_trainer import PassAskedError
+from ...training.steps import Work
+
+
+class _Asking:
+    """A trainer whose first pass ends the local update."""
+
+    def train(self, request: Request) -> Any:
+        """Hand the pass over."""
+        raise PassAskedError(request)
+
+    def total(self, *_: Any) -> Any:
+        """Without a pass before it, a statistic is none to time."""
+        raise _NoPassError
+
+    def steps(self, _: str) -> int:
+        """As if a pass had one."""
+        return 1
+
+
+class _NoPassError(Exception):
+    """A method asks for a statistic before its first pass."""
+
+
+def estimate_run(method: AnyMethod, federation: Federation, settings: RunSettings) -> str | None:
+    """Time one step of the client with the most examples, and multiply; None for a method whose pass cannot be seen.
+
+    Args:
+        method: of the run.
+        federation: of the run.
+        settings: of the run.
+    """
+    if settings.device != "cpu":
+        federation = federation.to(settings.device)
+    task = federation.task(settings.rounds)
+    info = max(federation.infos, key=lambda i: i.examples)
+    down = method.download(method.server_init(task), info)
+    asking: Any = _Asking()
+    try:
+        method.local_update(
+            method.client_init(task, info), down, client_view(federation, task, 0, info, asking)
+        )
+    except PassAskedError as first:
+        request = first.request
+    except _NoPassError:
+        return None
+    else:
+        return None
+    data = Sequential().trainer(method, federation, 0, info).data
+    batch = next(iter(data.batches(request.name)))
+    device, work = batch.y.device, Work(request, 0)
+    if settings.micro_batch is not None and len(batch) > settings.micro_batch:
+        return None
+    start = time.perf_counter()
+    work.gradient(work.loss(batch))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    passes = method.local_passes().values()
+    a_round = sum(p.steps_over(i.examples) for i in federation.infos for p in passes) * settings.participation
+    minutes = seconds * a_round * settings.rounds / 60
+    used = (
+        torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else psutil.Process().memory_info().rss
+    )
+    return (
+        f"estimate from one step of {info.title}: {a_round * settings.rounds:,.0f} local steps of {seconds:.2g} s, about "
+        f"{minutes:,.0f} min beside evaluation; {used / 2**30:.1f} GiB of memory in use after it"
+    )
