@@ -114,9 +114,18 @@ class FedHL(Method[Server, Params, Download, Message]):
                 f"form.kind to 'exact' or 'capped', not {self.form.kind!r}"
             )
 
-    remarks = describe_ranks
     client_init = initial_rest
     contribution = collect_factors  # line 15: the factors of W_{t+1}^i
+
+    def remarks(self, task: Task) -> list[str]:
+        """Ranks that are lowered, and whom the weights favor."""
+        found, sizes = describe_ranks(self, task), [c.examples for c in task.clients]
+        if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
+            found.append(
+                "replies weigh by the truncation error of the client's rank (eq. 15), "
+                f"not by its {min(sizes):,} to {max(sizes):,} examples. weighing.by = 'examples' weighs by n_i, weighing.by_examples = true by both"
+            )
+        return found
 
     def server_init(self, task: Task) -> Server:
         """W_0 = 0."""
