@@ -121,9 +121,10 @@ class FedHL(Method[Server, Params, Download, Message]):
         """Ranks that are lowered, and whom the weights favor."""
         found, sizes = describe_ranks(self, task), [c.examples for c in task.clients]
         if self.weighing.by == "truncation" and not self.weighing.by_examples and max(sizes) > 2 * min(sizes):
+            n = f"{min(sizes):,} to {max(sizes):,}"
             found.append(
-                "replies weigh by the truncation error of the client's rank (eq. 15), "
-                f"not by its {min(sizes):,} to {max(sizes):,} examples. weighing.by = 'examples' weighs by n_i, weighing.by_examples = true by both"
+                f"replies weigh by the truncation error of the client's rank (eq. 15), not by its {n} examples. "
+                "weighing.by = 'examples' weighs by n_i, weighing.by_examples = true by both"
             )
         return found
 
