@@ -161,13 +161,17 @@ def test_what_is_learnt_decodes_to_the_responses(bpe: Any, pairs: Any, format: A
         return
     data = tokenize(Texts("t", records), bpe, TextSettings(format, 400, packing=packing))
     found, prompts = [], []
-    for ids, mask, y in zip(*map(rows, (*data.train.x.values(), data.train.y)), strict=True):
+    x = data.train.x
+    for ids, mask, y in zip(*map(rows, (x["input_ids"], x["attention_mask"], data.train.y)), strict=True):
         n = sum(mask)
         assert mask == [1] * n + [0] * (len(mask) - n)
         assert all(label in (IGNORE_INDEX, token) for label, token in zip(y, ids, strict=True))
         found.append(bpe.decode([label for label in y if label != IGNORE_INDEX]))
         prompts.append(bpe.decode([t for t, label in zip(ids[:n], y, strict=False) if label == IGNORE_INDEX]))
-    assert sorted("".join(found).split("<eos>")) == sorted(["", *(r.response for r in kept)])
+    # in a packed row nothing predicts the first token of a sample: what is before belongs to another one
+    first = int(packing and format == "none")
+    wanted = [bpe.decode(bpe(r.response, add_special_tokens=False)["input_ids"][first:]) for r in kept]
+    assert sorted("".join(found).split("<eos>")) == sorted(["", *wanted])
     if not packing:
         assert found == [r.response + "<eos>" for r in kept]
         ends = {"alpaca": "### Response:", "plain": "\n", "none": ""}[format]

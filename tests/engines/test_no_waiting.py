@@ -39,6 +39,13 @@ from fedlowrank.training.trainer import LocalTrainer, descend
 
 torch.set_num_threads(1)
 
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses compute as where looking at numbers waits for the device."""
+    monkeypatch.setattr("fedlowrank.core.learning.losses.finds_tokens", lambda _: False)
+
+
 LOOKS = {
     "_local_scalar_dense",
     "item",

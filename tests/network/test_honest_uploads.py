@@ -175,7 +175,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedslr of low rank": ("fedslr", {"lam": 0.06, "eta_g": 5.0}),
     "fedslr sparse, with every gamma": (
         "fedslr",
-        {"lam": 0.02, "shared": "sparse", "memory_efficient": False},
+        {"lam": 0.02, "global_norm": "sparse", "memory_efficient": False},
     ),
     "gpgd": ("gpgd", {"lam": 0.03}),
     "floral, eq. 5": ("floral", {"router": Router(update="mfl")}),

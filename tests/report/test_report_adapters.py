@@ -54,11 +54,11 @@ def with_server(rows, server):
     return rows
 
 
-def texts_of(risk, server=()):
-    """Rows of a language model: losses a token, accuracies that fall with them."""
-    rows = with_risk(rounds_of([[1 / (1 + v) for v in each] for each in risk]), risk)
+def texts_of(risk, server=(), classes=False):
+    """Rows of a language model: losses a token, and no accuracy; or of a classifier of texts, which has one."""
+    rows = with_risk(rounds_of([[0.5 if classes else None] * len(each) for each in risk]), risk)
     for row, values in zip(rows, server, strict=False):
-        row["accuracy"]["server"] = {"test": [1 / (1 + v) for v in values]}
+        row["accuracy"]["server"] = {"test": [None] * len(values)}
         row["risk"]["server"] = {"test": list(values)}
     return rows
 
@@ -324,15 +324,16 @@ class TestLanguage:
         runs.append(make_run("b", rounds=texts_of([[3.0, 3.0], [1e4, 1e4]]), **LANGUAGE))
         table = comparison(runs)
         a, b = rows_of(table)
-        assert a["judged_by"] == "next-token accuracy"
+        assert a["judged_by"] == "loss per token"
         assert (a["perplexity"], a["perplexity.server"]) == (
             pytest.approx(4),
             pytest.approx(2),
         )  # 4 = √(8 · 2)
-        shown = {c.title: cells(table, "accuracy", c.title) for c in table.blocks["accuracy"].columns}
+        shown = {c.title: cells(table, "loss", c.title) for c in table.blocks["loss"].columns}
         assert (shown["perplexity"], shown["perplexity server"]) == (["4.000", "–"], ["2.000", "–"])
-        assert shown["loss per token"] == [f"{math.log(4):.3f}", "1.000e+04"]
-        assert (table.blocks["accuracy"].title, b["perplexity"]) == ("Next-token accuracy", math.inf)
+        # (log 8 + log 2) / 2 and its spread over the two clients
+        assert shown["last round"] == [f"{math.log(4):.2f} ± {math.log(2):.2f}", "1.000e+04 ± 0.0"]
+        assert (table.blocks["loss"].title, b["perplexity"]) == ("Loss per token", math.inf)
 
     @pytest.mark.full
     def test_words_everywhere(self, make_run, tmp_path):
@@ -342,23 +343,23 @@ class TestLanguage:
         write_report(runs, tmp_path / "r.html")
         for path in (tmp_path / "r.html", tmp_path / "r.md"):
             text = path.read_text().lower()
-            assert "next-token accuracy" in text
+            assert "next-token accuracy" not in text
             assert "loss per token" in text
             assert "test accuracy" not in text
             assert "mean test loss" not in text
         ((_, pictures),) = draw_all(*both(runs))
         named = {picture.title: picture for picture in pictures}
-        assert list(named)[1:3] == ["Next-token accuracy over rounds", "Loss per token over rounds"]
-        assert pictures[1].figure.axes[0].get_ylabel() == "next-token accuracy / %"
+        assert list(named)[1] == "Loss per token over rounds"
+        assert pictures[1].figure.axes[0].get_ylabel() == "loss per token"
         ranked = named["Loss per token by rank of the client"]
         np.testing.assert_allclose(ranked.figure.axes[0].containers[0].lines[0].get_ydata(), [2.6, 2.5, 1.95])
         assert "Low is better" in ranked.caption
-        assert "mean next-token accuracy" in findings_of(runs)[0]
+        assert "mean loss per token" in findings_of(runs)[0]
         assert "Language model: models/tiny (task causal, context 64)." in describe_setting(group_runs(runs))
 
     def test_a_classifier_of_texts_keeps_the_usual_words(self, make_run):
         tables = {"language": LANGUAGE["language"], "lora": {"r": 4, "ranks": [4, 2]}}
-        run = make_run("a", rounds=texts_of([[3.0, 2.0]]), **tables)
+        run = make_run("a", rounds=texts_of([[3.0, 2.0]], classes=True), **tables)
         groups = group_runs([run])
         assert measure_of(groups).noun == "test accuracy"
         table = comparison([run])

