@@ -28,8 +28,8 @@ from flwr.proto.message_pb2 import (
 )
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest, PushAppMessagesResponse
-from google.protobuf.message import Message as Protobuf
 from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
 
 from ...core.io.atomic_files import append_event
 from ..intake import CHUNK
