@@ -351,9 +351,14 @@ def join(
         node.variables[PASSPHRASE] = passphrase
     stop = threading.Event()
     if not stay:
-        threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
-    with _interrupted_once():
-        supervise(node, stop)
+        # what lies there now is looked up before the thread begins, which may be late
+        watched = folder.absolute(), _models(folder), node, stop
+        threading.Thread(target=_until_done, args=watched, daemon=True).start()
+    try:
+        with _interrupted_once():
+            supervise(node, stop)
+    finally:
+        stop.set()
     for model in _models(folder):
         logger.info(f"its model: {model.parent}")
     return 0
@@ -415,9 +420,9 @@ def _models(folder: Path) -> set[Path]:
     return set(folder.glob("*/model/model.safetensors"))
 
 
-def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
-    """Stop once a model of this client has been written and the reply about it has left."""
-    before = _models(folder)
+def _until_done(folder: Path, before: set[Path], node: SuperNode, stop: threading.Event) -> None:
+    """Stop once a model of this client has been written, beside those before, and the reply about it has left."""
+    before = {path.absolute() for path in before}
     while not stop.wait(0.5):
         if _models(folder) - before:
             # the reply about it is still to be sent; a server that does not take it is not waited for
