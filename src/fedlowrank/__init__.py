@@ -1,6 +1,7 @@
-"""Federated learning with low-rank parts: pFedLoRA and the methods it is measured against.
+"""Federated learning with low-rank parts: clients with different data, models and hardware, each with a personal model.
 
 from fedlowrank import Federation, simulate
+
 federation = Federation.from_arrays([(x0, y0), (x1, y1)], model)
 result = simulate("pfedlora", federation, rounds=50)
 """

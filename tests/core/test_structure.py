@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,19 @@ def test_a_method_cites_its_paper_with_the_algorithm_box(name: str) -> None:
     box = ast.get_docstring(ast.parse(text)) or ""
     assert "local_update" in box
     assert name == "standalone" or ("arXiv:" in box and "server_update" in box and "download" in box)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_last_column_of_a_box_names_hooks(name: str) -> None:
+    """So that a line of the paper is found by the name of the function that holds it."""
+    box = ast.get_docstring(ast.parse((SOURCE / "methods" / f"{file_of(name)}.py").read_text())) or ""
+    named = re.findall(r"^    .*\S {2,}([a-z_]+)$", box, re.MULTILINE)
+    assert named or name == "standalone"
+    module = sys.modules[METHODS[name].__module__]
+    # or a function of the file that a hook calls; "here" heads the column in some boxes
+    assert set(named) - {"here"} <= {
+        n for n in (*dir(METHODS[name]), *vars(module)) if not n.startswith("__")
+    }
 
 
 def test_init_files_only_export() -> None:

@@ -10,7 +10,7 @@ Y. Deng, M. M. Kamani, M. Mahdavi. 2020. arXiv:2003.13461, Algorithm 1, with ada
                               a ← clip(a - η ⟨v - w, ∇F_k(v̄)⟩, 0, 1)
                             keep v and a; send w                                        local_update
     server:                 w^{t+1} = Σ_{k∈S_t} n_k w_k / Σ_{k∈S_t} n_k                 server_update
-    inference:              v̄ = a v + (1 - a) w^{t+1}                                   personal
+    inference:              v̄ = a v + (1 - a) w^{t+1}                                   client_model
 
 All three gradients of a step are taken on the same batch at the same old w, v and a. They are those of the
 one loss F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's model whatever v and a. a is learnt

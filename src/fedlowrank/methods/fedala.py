@@ -9,7 +9,7 @@ J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan. AAAI 2023. arXiv:221
                               θ ← (l^t, W_k u^t + (1 - W_k) u_k), l^t the lower layers received
                             θ_k ← SGD on F_k from θ, E epochs; keep u_k and W_k; send θ_k       local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                         server_update
-    inference:              (l^{t+1}, W_k u^{t+1} + (1 - W_k) u_k)                              personal
+    inference:              (l^{t+1}, W_k u^{t+1} + (1 - W_k) u_k)                              client_model
 
 All elements of W_k begin at 1. A client in its first round has no model of its own and trains the download;
 W_k moves from its second round on, for ``first_epochs`` in that round and for one epoch in the following

@@ -7,8 +7,8 @@ and body update).
     client k:               φ_k ← SGD on F_k(·, h) from φ^t, E epochs, the head h frozen;
                             send φ_k                                                    local_update
     server:                 φ^{t+1} = Σ_{k∈S_t} n_k φ_k / Σ_{k∈S_t} n_k                 server_update
-    inference:              SGD on F_k from (φ, h), both, on the *training* data        fine_tuned
-                            (φ, h) as it is                                             global
+    inference:              SGD on F_k from (φ, h), both, on the *training* data        client_model
+                            (φ, h) as it is                                             client_model
 
 h is the head of the common initial weights: random, never trained before the fine-tuning, and never sent.
 Nothing of the fine-tuning is kept: it starts from the common model at each evaluation. By default it is that

@@ -9,7 +9,7 @@ H.-Y. Chen, W.-L. Chao. ICLR 2022. arXiv:2107.00778, Algorithm 1, linear persona
                               h_k:  CE(g(φ(x)) + h_k(φ(x)), y), φ and g held constant
                             keep h_k; send θ_k                                                  local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                         server_update
-    inference:              g^{t+1}(φ^{t+1}(x)) + h_k(φ^{t+1}(x))                               personal
+    inference:              g^{t+1}(φ^{t+1}(x)) + h_k(φ^{t+1}(x))                               client_model
 
 n_{k,c} is the number of the client's training examples of class c. The score of a class that it does not have
 becomes -∞, so that its loss moves no weight of that class. γ = 1 is balanced softmax; γ = 0 is cross-entropy,

@@ -11,7 +11,7 @@ training).
                               (the dense gradient of one batch) outside the remaining mask
                             keep m_k; send U_k and the new m_k                              local_update
     server:                 w^{t+1} = w^t - 1/|S_t| Σ_{k∈S_t} U_k                           server_update
-    inference:              m_k ⊙ w^{t+1}                                                   personal
+    inference:              m_k ⊙ w^{t+1}                                                   client_model
 
 The mean is over |S_t| everywhere, also where a mask holds no weight. The layers' densities are
 Erdős-Rényi-kernel: a weight of shape (o, i, k1, k2) has density min(1, ε (o + i + k1 + k2) / (o i k1 k2)),

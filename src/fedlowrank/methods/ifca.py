@@ -7,7 +7,7 @@ averaging).
     client k:               ĵ = argmin_j F_k(θ_j); s_k the one-hot of ĵ                          nearest
                             θ_k ← SGD on F_k from θ_ĵ, E epochs; send θ_k and s_k                local_update
     server:                 θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
-    inference:              θ_ĵ, with ĵ chosen anew from the models received                     personal
+    inference:              θ_ĵ, with ĵ chosen anew from the models received                     client_model
 
 F_k is the mean loss over all training examples of the client. A model that no client picked stays as it was.
 The paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at

@@ -11,7 +11,7 @@ Model-Agnostic Meta-Learning Approach. NeurIPS 2020. arXiv:2002.07948, Algorithm
                                    θ ← θ - β (g - α [∇f_k(θ + δg; B1) - ∇f_k(θ - δg; B1)] / 2δ)
                             send θ_k                                                            local_update
     server:                 θ^{t+1} = 1/|S_t| Σ_{k∈S_t} θ_k                                     server_update
-    inference:              θ - α ∇f_k(θ; one batch of the *training* data)                     personal
+    inference:              θ - α ∇f_k(θ; one batch of the *training* data)                     client_model
 
 β is the learning rate of ``optimizer``, 0.001 by default. B1 and B2 are every other example of a batch, which
 is in random order; a batch of one example is both. The first order variant takes the inner gradient as a

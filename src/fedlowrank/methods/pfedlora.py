@@ -11,7 +11,7 @@ parameters ω_k.
                               θ_k ← θ_k - η_θ ∇ CE(A(R̃; θ_k), y), from θ^{t-1}                  (eq. 7-9)
                             keep ω_k^t; send θ_k^t                                              local_update
     server:                 θ^t = Σ_{k∈S} n_k θ_k^t / Σ_{k∈S} n_k  (eq. 10)                     server_update
-    inference:              ŷ2, the client's own model alone                                    personal
+    inference:              ŷ2, the client's own model alone                                    client_model
 
 The gradient of CE(ŷ1) reaches f_k through R. The adapter is Linear(R → width) → [ReLU] → Linear(width →
 classes): with ReLU on FC1's output it is the paper's *direct dimension reduction* (homogeneous models),

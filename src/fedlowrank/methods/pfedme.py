@@ -8,7 +8,7 @@ C. T. Dinh, N. H. Tran, T. D. Nguyen. NeurIPS 2020. arXiv:2006.08848, Algorithm 
                               w ← w - η λ (w - θ)
                             keep θ; send w_k                                                    local_update
     server:                 w^{t+1} = (1 - β) w^t + β 1/|S_t| Σ_{k∈S_t} w_k                     server_update
-    inference:              θ of the client's last round                                        personal
+    inference:              θ of the client's last round                                        client_model
 
 λ (w - θ) is the gradient of the Moreau envelope F_k(w) = min_θ f_k(θ) + λ/2 ‖θ - w‖². A local round is
 therefore one step of SGD on F_k with the learning rate η of ``optimizer``, where K inner steps on the same

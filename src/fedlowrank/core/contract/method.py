@@ -34,6 +34,7 @@ __all__ = [
     "Lengths",
     "Method",
     "OneOf",
+    "PaddedDimensions",
     "Pass",
     "ProximalTerm",
     "Request",
@@ -272,10 +273,13 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     steps: int | None = None
 
     title: ClassVar[str]
+    """Its name, as its paper writes it."""
     citation: ClassVar[str] = ""
+    """Authors, venue and year, and the arXiv number."""
     bounds: ClassVar[Mapping[str, str]] = {}
     """Of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.arguments.bounds.check_bounds`."""
     heterogeneous: ClassVar[bool] = False
+    """Whether clients may have models of different architectures."""
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
     uses_rounds: ClassVar[bool] = False

@@ -32,8 +32,7 @@ Leaves = dict[str, dict[str, Tensor]]
 """What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
 
 Penalty = Callable[[Leaves], Tensor]
-
-"""The dimension of each factor of a :class:`~fedlowrank.linalg.pair.Pair` that is the rank."""
+"""A term of the loss that depends on what is trained alone."""
 
 
 @tree
