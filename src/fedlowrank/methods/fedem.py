@@ -5,7 +5,7 @@ form, 2).
 
     server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t           download
     client k, E-step:       q_k(z_i = c) ∝ π_kc exp(-l(h_{θ_c}(x_i), y_i)) for every i      shares_of_examples
-              M-step:       π_kc ← Σ_i q_k(z_i = c) / n_k                                   client_model
+              M-step:       π_kc ← Σ_i q_k(z_i = c) / n_k                                   update_mixture
                             θ_kc ← SGD on Σ_i q_k(z_i = c) l(h_{θ_kc}(x_i), y_i) / n_k
                             in E epochs; keep π_k; send every θ_kc                          local_update
     server:                 θ_c ← Σ_k n_k θ_kc / Σ_k n_k                                    server_update
