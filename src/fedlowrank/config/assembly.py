@@ -24,6 +24,7 @@ from ..data.partitioning.partition import Partition
 from ..data.partitioning.split import Split
 from ..data.user_data.user_arrays import TARGET_WARNINGS
 from ..language import text_federation as language_models
+from ..language.base_model import warn_slow_precision
 from ..language.export.export_settings import ExportSettings
 from ..language.text_federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
@@ -48,6 +49,14 @@ class FederationSettings(Protocol):
     loss: Loss
     export: ExportSettings
     run: RunSettings
+
+    @property
+    def run_here(self) -> RunSettings:
+        """The protocol as it runs on this machine."""
+
+    @property
+    def language_here(self) -> LanguageSettings | None:
+        """The language model as it is on this machine."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,10 @@ def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> L
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
     extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
-    settings: Any = experiment.language
+    settings: Any = experiment.language_here
     path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
     key = Key((experiment.run.seed,)) / "init" / "language"
+    warn_slow_precision(settings.dtype, settings.autocast, experiment.run_here.device)
     return dataclasses.replace(settings, path=path), extra or {}, key
 
 
