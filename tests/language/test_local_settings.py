@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from fedlowrank.cli.deployment.network_commands import read_experiment
+from fedlowrank.cli.language_commands import language_of_run
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.sections.local_section import LocalSettings, describe_precision
@@ -28,6 +30,7 @@ from fedlowrank.language.base_model import (
     load_base,
     warn_slow_precision,
 )
+from fedlowrank.language.export.export_settings import ExportSettings
 from fedlowrank.language.text_federation import LanguageSettings
 from fedlowrank.network.messages import sections
 from fedlowrank.rounds.run_settings import RunSettings
@@ -152,6 +155,47 @@ def test_what_travels_is_float32_whatever_the_dtype(method: str, llama: Path, tm
 
 
 @pytest.mark.full
+def test_a_classifier_in_bfloat16_sends_its_head_in_float32(bert: Path, tmp_path: Path) -> None:
+    rows = [
+        {"text": ["a fox jumps", "a dog sleeps", "1 + 1"][i % 3] + f" {i % 5}", "label": i % 3}
+        for i in range(60)
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    tables = causal(bert, tmp_path, lora={"target_modules": ["query", "value"]})
+    tables["data"] = {"source": "text_classes", "path": str(tmp_path / "c.jsonl")}
+    tables["language"] = {"path": str(bert), "task": "classification"}
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        run = run_of({**tables, "local": {"dtype": dtype}}, 0)
+        down = run.method.download(run.state.server, run.federation.infos[0])
+        heads = {path: t.dtype for path, t in tree.leaves(down) if "classifier" in str(path)}
+        assert len(heads) == 2
+        assert {t.dtype for _, t in tree.leaves(down)} == {torch.float32}
+        losses[dtype] = [run.start().values("loss", "val"), run.step().values("loss", "val")]
+    torch.testing.assert_close(
+        torch.tensor(losses["bfloat16"]), torch.tensor(losses["float32"]), atol=0.02, rtol=0
+    )
+
+
+@pytest.mark.full
+def test_adapters_name_the_digest_of_the_files_that_they_are_for(llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path, method="fedex_lora", lora={"ranks": [2]}, local={"dtype": "bfloat16"})
+    run = run_of(tables, 1)
+    language = language_of_run(run)
+
+    def digest(folder: Path) -> str:
+        names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+        files = {n: hashlib.blake2b((folder / n).read_bytes(), digest_size=16).hexdigest() for n in names}
+        return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
+
+    for form, base in (("adapters", llama), ("exact", tmp_path / "exact" / "base")):
+        language.write(run, tmp_path / form, ExportSettings(form=form))  # type: ignore[arg-type]
+        stored = json.loads((tmp_path / form / "client_0001" / "fedlowrank.json").read_text())
+        assert stored["digest"] == digest(base)
+    assert digest(llama) != digest(tmp_path / "exact" / "base")
+
+
+@pytest.mark.full
 def test_the_digest_of_a_name_on_the_hub_is_of_its_downloaded_snapshot(llama: Path, tmp_path: Path) -> None:
     commit = "0" * 39 + "1"
     store = tmp_path / "hub" / "models--one--model"
@@ -196,6 +240,11 @@ def test_bfloat16_on_a_cpu_without_it_is_warned_of(
     made = ExperimentConfig.parse(causal(llama, tmp_path, local={"dtype": "bfloat16"}))
     with pytest.warns(RuntimeWarning, match=r"many times slower.*local\.dtype=float32"):
         made.load_language(())
+    half = shutil.copytree(llama, tmp_path / "half")
+    load_base(LanguageBase(str(llama), dtype="bfloat16"), (), Key((0,))).model.save_pretrained(half)
+    made = ExperimentConfig.parse(causal(half, tmp_path, local={"dtype": "auto"}))
+    with pytest.warns(RuntimeWarning, match=r"dtype bfloat16: this CPU has no"):
+        made.shares()
     with pytest.warns(RuntimeWarning, match=r"local\.autocast=none"):
         warn_slow_precision("float32", "bfloat16", "cpu")
     with warnings.catch_warnings():

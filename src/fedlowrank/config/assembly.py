@@ -91,7 +91,7 @@ def share_data(experiment: FederationSettings) -> Shares:
     else:
         texts: Any = experiment.data.source.load()
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
-        language = dataclasses.replace(language, export=experiment.export)
+        language = _complete_language(experiment, language)
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
     data = make_clients(dataset, partition, experiment.split, key)
@@ -111,7 +111,15 @@ def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> L
     if experiment.language is None:
         return None
     made = language_models.load_language_model(*_language_settings(experiment), classes)
-    return dataclasses.replace(made, export=experiment.export)
+    return _complete_language(experiment, made)
+
+
+def _complete_language(experiment: FederationSettings, language: Language) -> Language:
+    """The model with the section ``[export]``; warns where this machine computes slowly in its dtype."""
+    # that of the weights, for auto leaves it to the files
+    dtype = str(language.loaded.model.dtype).removeprefix("torch.")
+    warn_slow_precision(dtype, language.settings.autocast, experiment.run_here.device)
+    return dataclasses.replace(language, export=experiment.export)
 
 
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
@@ -120,7 +128,6 @@ def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str
     settings: Any = experiment.language_here
     path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
     key = Key((experiment.run.seed,)) / "init" / "language"
-    warn_slow_precision(settings.dtype, settings.autocast, experiment.run_here.device)
     return dataclasses.replace(settings, path=path), extra or {}, key
 
 
