@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from fedlowrank.cli import commands
 from fedlowrank.cli.deployment.network_commands import read_experiment
 from fedlowrank.cli.language_commands import language_of_run
 from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.sections.local_section import LocalSettings, describe_precision
+from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.core.key import Key
@@ -34,6 +36,7 @@ from fedlowrank.language.export.export_settings import ExportSettings
 from fedlowrank.language.text_federation import LanguageSettings
 from fedlowrank.network.messages import sections
 from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.rounds.simulate import simulate
 from fedlowrank.storage.run_files import CONFIG
 
 from .test_runs import causal, run_of, toml
@@ -100,8 +103,15 @@ def run_file(tables: dict[str, Any], folder: Path, out: str, *overrides: str) ->
 
 @pytest.mark.full
 def test_a_run_goes_on_with_another_precision_and_another_place_of_the_same_base(
-    llama: Path, tmp_path: Path
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    taken: list[int | None] = []
+
+    def watched(*given: Any, **settings: Any) -> Any:
+        taken.append(settings["micro_batch"])
+        return simulate(*given, **settings)
+
+    monkeypatch.setattr(commands, "simulate", watched)
     moved = shutil.copytree(llama, tmp_path / "moved")
     tables = causal(llama, tmp_path, run={"rounds": 1})
     plain = run_file(tables, tmp_path, "plain")
@@ -109,14 +119,14 @@ def test_a_run_goes_on_with_another_precision_and_another_place_of_the_same_base
     assert own["run"] == plain["run"]
     assert own["base"] == plain["base"]
     more = ["run.rounds=2", f"local.path={moved}", "local.dtype=float32", "local.micro_batch=0"]
+    assert open_run(tmp_path / "own", "").settings.micro_batch == 2
     assert main(["resume", str(tmp_path / "own"), *more]) == 0
+    assert taken == [None, 2, None]
     # and not with another base
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     tables = json.loads((tmp_path / "plain" / CONFIG).read_text())["experiment"]
     made = ExperimentConfig.parse({**tables, "local": {"path": str(moved)}})
-    from fedlowrank.rounds.simulate import simulate
-
     config = {**made.describe_run(), "vary": {}}
     with pytest.raises(CheckpointError, match=r"base\.files\.config\.json was"):
         simulate(

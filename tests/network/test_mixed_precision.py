@@ -27,6 +27,7 @@ from fedlowrank.network.transport import NodeMessage
 
 from .local import LocalTransport, intact, served
 
+HALF = {"dtype": "bfloat16", "micro_batch": 2}
 TEXTS = ["the fox jumps over the dog", "the dog sleeps; the fox does not"]
 
 
@@ -93,7 +94,7 @@ def test_clients_of_three_precisions_train_one_model(
     base: Path, tmp_path: Path, quantized: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = experiment(base, tmp_path)
-    carrier, uploads = clients(made, tmp_path, {}, {"dtype": "bfloat16"}, {"quantize": "4bit"}), []
+    carrier, uploads = clients(made, tmp_path, {}, HALF, {"quantize": "4bit"}), []
 
     def watched(carrier: LocalTransport, message: NodeMessage) -> list[Any]:
         found = carrier.answered(message)
@@ -109,12 +110,16 @@ def test_clients_of_three_precisions_train_one_model(
     assert [w.dtype for w in weights] == [torch.float32, torch.bfloat16, torch.float32]
     assert [len(w.unique()) > 16 * w.numel() // 32 for w in weights] == [True, True, False]
     assert len({r.language.loaded.digest for r in runtimes}) == 1
+    assert [r.engine.micro_batch for r in runtimes] == [None, 2, None]
     # what the site differs in is not sent
     header, _ = runtimes[1].reply("registration", "{}", b"")
     assert "bfloat16" not in header
     assert Registration.from_json(header).sections == runtimes[0].registration()[0].sections
 
-    result = served(carrier, made, tmp_path / "run")
+    # the server is another machine, too
+    result = served(carrier, made.overlay({"local": {"micro_batch": 3}}), tmp_path / "run")
+    assert result.run.settings.micro_batch == 3
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["run"]["micro_batch"] is None
     assert [r.lost for r in result.rounds] == [{}, {}, {}]
     assert [len(r.participants) for r in result.rounds[1:]] == [3, 3]
     losses = [r.values("loss", "val") for r in result.rounds]
