@@ -159,7 +159,7 @@ def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -
         (len(mine.val), len(mine.test)),
     )
     assert header.sections == sections(made.to_dict())
-    assert header.base == ""
+    assert header.base == {}
     form = tree.decode(payload)
     assert form["x"].shape == (0, 4)
     assert form["y"].shape == (0,)

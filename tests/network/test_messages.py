@@ -21,7 +21,7 @@ from fedlowrank.network.messages import (
     sections,
 )
 
-REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
+REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, {"config.json": "ef"}, {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
 FOUND = block_of({
     "accuracy": {"personal": {"val": [0.5], "test": [None]}, "global": {"val": [1.0], "test": [0.0]}},
@@ -108,6 +108,7 @@ def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
         "network": {"wait": 9},
         "seeds": [1],
         "compare": ["fedavg"],
+        "local": {"dtype": "bfloat16", "device": "cuda"},
     }.items():
         assert sections({**TABLES, section: fields}) == known
     others: dict[str, Any] = {

@@ -115,7 +115,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
         None,
         "one with an invalid name differ",
     ),
-    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 5"),
+    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 6"),
     "a number above": (registration(3), None, "says it is client 3, but clients go from 0 to 2"),
     "a number below": (registration(-1), None, "says it is client -1, but clients go from 0 to 2"),
     "no example": (registration(1, examples=0), None, "says it has 0 examples"),
@@ -127,7 +127,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
     "other fields": ('{"client": 1}', None, "the message is not a Registration: examples: "),
     "no number": (registration(1).to_json().replace('"client": 1', '"client": true'), None, "is not a Registration: client: "),
     "a nasty field": (json.dumps({"client": 1, "sections": {"a\nb": 1}}), None, "the message is not a Registration: "),
-    "a long text": (registration(1, base="x" * MAX_BYTES), None, f"takes more than {MAX_BYTES} bytes"),
+    "a long text": (registration(1, base={"x" * MAX_BYTES: "a"}), None, f"takes more than {MAX_BYTES} bytes"),
     "a large body": (registration(1), bytes(MAX_BYTES), f"takes more than {MAX_BYTES} bytes"),
     "no tree": (registration(1), b"tree?", "are no encoded tree|are not an encoded tree"),
     "no examples' form": (registration(1), tree.encode([1]), "the form of the examples cannot be read"),
@@ -140,7 +140,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
     "an example": (registration(1), form(x=torch.ones(1, 4), y=torch.ones(1, dtype=torch.int64)), "holds examples"),
     "other columns": (registration(1), form(5), r"examples of another form: .*float32 \[5\].* but the others' .*float32 \[4\]"),
     "other classes": (registration(1), form(classes=["a", "b", "c"]), 'another form: .*"a", "b", "c"'),
-    "another base": (registration(1, base="abc"), None, "another base model: its weights have the digest abc, the others' none"),
+    "another base": (registration(1, base={"config.json": "a"}), None, "another base model than the others: config.json is not"),
 }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_examples_are_limited() -> None:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_most_say_what_examples_look_like_whoever_came_first(odd: int) -> None:
-    for strange in ((registration(odd), form(5)), (registration(odd, base="abc"), form())):
+    for strange in ((registration(odd), form(5)), (registration(odd, base={"config.json": "abc"}), form())):
         found = registry()
         found.register(from_(100 + odd, *strange), ALL)
         for i in {0, 1, 2} - {odd}:
@@ -255,12 +255,15 @@ def test_without_anybody_there_is_no_federation() -> None:
 
 
 def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    language = SimpleNamespace(loaded=SimpleNamespace(digest="here"))
+    files = {"config.json": "a", "model.safetensors": "here"}
+    language = SimpleNamespace(loaded=SimpleNamespace(files=files))
     monkeypatch.setattr(ExperimentConfig, "load_language", lambda self, classes: language)
     found = registry()
-    found.register(from_(100, registration(0, base="there")), ALL)
+    found.register(from_(100, registration(0, base={"config.json": "a", "model.safetensors": "there"})), ALL)
     found.fix_form(ALL)
-    with pytest.raises(UnregisteredNodeError, match="base model has the digest there, the server's here"):
+    with pytest.raises(
+        UnregisteredNodeError, match=r"another base model than the clients: model\.safetensors differs\. Copy"
+    ):
         found.federation()
 
 

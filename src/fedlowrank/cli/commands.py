@@ -369,7 +369,7 @@ def run_method(
 
             run_simulation(experiment, name, folder, **how)
         else:
-            how |= vars(experiment.run)
+            how |= vars(experiment.run_here)
             with warnings.catch_warnings():
                 # a remark has said it
                 warnings.simplefilter("ignore", LoweredRankWarning)

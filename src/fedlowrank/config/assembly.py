@@ -24,6 +24,7 @@ from ..data.partitioning.partition import Partition
 from ..data.partitioning.split import Split
 from ..data.user_data.user_arrays import TARGET_WARNINGS
 from ..language import text_federation as language_models
+from ..language.base_model import warn_slow_precision
 from ..language.export.export_settings import ExportSettings
 from ..language.text_federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
@@ -48,6 +49,14 @@ class FederationSettings(Protocol):
     loss: Loss
     export: ExportSettings
     run: RunSettings
+
+    @property
+    def run_here(self) -> RunSettings:
+        """The protocol as it runs on this machine."""
+
+    @property
+    def language_here(self) -> LanguageSettings | None:
+        """The language model as it is on this machine."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ def share_data(experiment: FederationSettings) -> Shares:
     else:
         texts: Any = experiment.data.source.load()
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
-        language = dataclasses.replace(language, export=experiment.export)
+        language = _complete_language(experiment, language)
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
     data = make_clients(dataset, partition, experiment.split, key)
@@ -102,13 +111,21 @@ def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> L
     if experiment.language is None:
         return None
     made = language_models.load_language_model(*_language_settings(experiment), classes)
-    return dataclasses.replace(made, export=experiment.export)
+    return _complete_language(experiment, made)
+
+
+def _complete_language(experiment: FederationSettings, language: Language) -> Language:
+    """The model with the section ``[export]``; warns where this machine computes slowly in its dtype."""
+    # that of the weights, for auto leaves it to the files
+    dtype = str(language.loaded.model.dtype).removeprefix("torch.")
+    warn_slow_precision(dtype, language.settings.autocast, experiment.run_here.device)
+    return dataclasses.replace(language, export=experiment.export)
 
 
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
     extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
-    settings: Any = experiment.language
+    settings: Any = experiment.language_here
     path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
     key = Key((experiment.run.seed,)) / "init" / "language"
     return dataclasses.replace(settings, path=path), extra or {}, key

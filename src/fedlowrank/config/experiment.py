@@ -44,6 +44,7 @@ from .reading.parsing import (
 from .reading.unread_overrides import refuse_overrides_of_other_methods
 from .sections.alternatives import SECTIONS
 from .sections.data_section import DataSettings
+from .sections.local_section import LocalSettings
 from .sections.lora_section import LoraSettings, PeftSettings
 from .sections.network_section import NetworkSettings
 from .sections.reference_section import Reference
@@ -99,6 +100,7 @@ class ExperimentConfig(pydantic.BaseModel):
         loss: what every method minimizes and every evaluation reports; a name stands for a table with that kind.
         export: the form in which language models are written for other programs.
         run: the protocol.
+        local: what holds on this machine alone, laid over ``language`` and ``run``; never compared nor sent.
         network: how a server deals with clients that it reaches by messages.
         defaults: fields of every method.
         methods: settings of single methods, and variants of them under names of their own.
@@ -126,6 +128,7 @@ class ExperimentConfig(pydantic.BaseModel):
     loss: Loss = AUTO
     export: ExportSettings = ExportSettings()
     run: RunSettings = RunSettings()
+    local: LocalSettings = LocalSettings()
     network: NetworkSettings = NetworkSettings()
     defaults: dict[str, Any] = {}
     methods: dict[str, MethodSettings] = {}
@@ -298,10 +301,24 @@ class ExperimentConfig(pydantic.BaseModel):
             raise ConfigError(
                 "export: adapter folders are of language models; add [language] or remove [export]"
             )
+        if self.language is None and (fields := self.local.language_fields):
+            raise ConfigError(f"local.{fields[0]}: this is of a language model; add [language] or remove it")
+        # refuses what this machine does not have
+        _ = self.run_here
         if isinstance(self.lora, PeftSettings):
             lora_config(self.lora.model_extra or {})
         self.describe()
         return self
+
+    @property
+    def run_here(self) -> RunSettings:
+        """The protocol as it runs on this machine: ``[run]`` with the fields of ``[local]``."""
+        return self.local.adapt_run(self.run)
+
+    @property
+    def language_here(self) -> LanguageSettings | None:
+        """The language model as it is on this machine: ``[language]`` with the fields of ``[local]``."""
+        return None if self.language is None else self.local.adapt_language(self.language)
 
     @property
     def allow_code(self) -> bool:
@@ -400,7 +417,10 @@ class ExperimentConfig(pydantic.BaseModel):
             name: of the method or variant that runs; by default the experiment's.
         """
         tables, name = self.to_dict(), name or self.default_method
+        # that of all machines, which a run that goes on elsewhere is compared with
+        run = {} if self.run_here == self.run else {"run": dataclasses.asdict(self.run)}
         return {
+            **run,
             "variant": {"name": name, "title": self.method_title(name)},
             "title": self.title or self.name,
             "paper": self.paper,

@@ -31,7 +31,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
     config = {**experiment.describe_run(name), "vary": stored["vary"]}
     which = "best" if best else "checkpoint"
     method, federation = experiment.build_method(name), experiment.federation()
-    return reopen(method, federation, folder, experiment.run, config, which)
+    return reopen(method, federation, folder, experiment.run_here, config, which)
 
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:

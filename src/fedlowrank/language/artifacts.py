@@ -53,7 +53,7 @@ def write_adapter(
         config: ``peft_config["default"]`` of the model, where PEFT has settled the target modules.
         layers: the adapted layers (``find_lora(model, None).layers``).
         base_name: of the base, as the user gave it.
-        digest: of the base's weights (:func:`fedlowrank.language.base_model.digest_weights`).
+        digest: of the base's files (:func:`fedlowrank.storage.base_files.combine_file_digests`).
         head: all tensors of a classification head, by their names in the base.
         whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
         round: that the adapter is from, counted from 0.

@@ -1,12 +1,12 @@
-"""The frozen base of a language model: how it is loaded, which parts are new, and a digest of its weights."""
+"""The frozen base of a language model: how it is loaded, which parts are new, and digests of its files."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import re
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments.field_checks import CheckedFields
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError, warn_user
 from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
+from ..storage.base_files import combine_file_digests, digest_base_files
 from .optional import import_library, quiet
 
 HEAD_NAMES = ("classifier", "score")
@@ -69,7 +70,7 @@ class LoadedBase:
             gradient.
         tokenizer: a ``transformers`` tokenizer that has a padding token.
         name: of the base, as the user gave it.
-        digest: :func:`digest_weights` of its weights.
+        folder: of its files; of a name on the hub the downloaded snapshot.
         head: names of the modules to be trained as a whole: the classification head, and modules of the body
             that the files do not hold. Empty for a causal model.
         notes: warnings on what was done beyond the settings, each a sentence.
@@ -78,9 +79,19 @@ class LoadedBase:
     model: Any
     tokenizer: Any
     name: str
-    digest: str
+    folder: Path
     head: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digest of each file, read when it is first asked for: a client needs none to answer an order."""
+        return digest_base_files(self.folder)
+
+    @property
+    def digest(self) -> str:
+        """One digest of all its files; the same in every dtype and quantization."""
+        return combine_file_digests(self.files)
 
 
 def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedBase:
@@ -163,29 +174,80 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         )
         enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
         model.config.use_cache = False
-    fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
-    return LoadedBase(model, tokenizer, base.path, digest_weights(model, fresh), head, tuple(notes))
+    _keep_in_float32(model, head)
+    return LoadedBase(model, tokenizer, base.path, _folder(where, settings), head, tuple(notes))
 
 
-def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
-    """A hash of a model's weights: the names, dtypes, shapes and bytes of all parameters and saved buffers.
-
-    The same files loaded in another dtype, or quantized, are another base.
+def warn_slow_precision(dtype: str, autocast: str, device: str) -> None:
+    """Warn where bfloat16 is asked for on a CPU without instructions for it.
 
     Args:
-        model: a base without adapters.
-        without: names of tensors to leave out, such as those of a new head.
-
-    Returns:
-        32 hexadecimal digits (BLAKE2b of 16 bytes).
+        dtype: of the weights.
+        autocast: type in which matrices are multiplied.
+        device: where they are multiplied.
     """
-    made = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
-        if name not in without and isinstance(value, Tensor):
-            made.update(f"{name}|{value.dtype}|{list(value.shape)}|".encode())
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            made.update(flat.view(torch.uint8).numpy().data)
-    return made.hexdigest()
+    asked = [name for name, value in (("dtype", dtype), ("autocast", autocast)) if value == "bfloat16"]
+    if asked and device == "cpu" and not has_bfloat16_instructions():
+        fields = " and ".join(f"local.{name}" for name in asked)
+        values = " ".join(f"local.{name}={'float32' if name == 'dtype' else 'none'}" for name in asked)
+        warn_user(
+            f"{' and '.join(asked)} bfloat16: this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16), so "
+            f"training can be many times slower than in float32. Set {fields} for this machine: {values}",
+            RuntimeWarning,
+        )
+
+
+def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies matrices of bfloat16; True where the system does not tell.
+
+    Args:
+        cpuinfo: the system's description of its processors.
+    """
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return True
+    # "Features" on ARM
+    lines = [line.partition(":")[2] for line in text.splitlines() if line.startswith(("flags", "Features"))]
+    return not lines or bool({"avx512_bf16", "amx_bf16", "bf16"} & set(lines[0].split()))
+
+
+def _folder(where: str, settings: Mapping[str, Any]) -> Path:
+    """The folder of a model's files; of a name on the hub its downloaded snapshot."""
+    if Path(where).is_dir():
+        return Path(where)
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        where, "config.json", revision=settings.get("revision"), local_files_only=settings["local_files_only"]
+    )
+    return Path(str(found)).parent
+
+
+def _keep_in_float32(model: Any, head: Sequence[str]) -> None:
+    """Hold modules that are trained whole in float32; what they get and give stays in the base's dtype.
+
+    PEFT does so with factors. What clients send is then of one type, whatever the dtype of their base.
+    """
+    dtype = model.dtype
+    if dtype == torch.float32:
+        return
+    for module in map(model.get_submodule, head):
+        module.to(torch.float32)
+        module.register_forward_pre_hook(_cast_inputs)
+        module.register_forward_hook(partial(_cast_output, dtype))
+
+
+def _cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_cast(value, torch.float32) for value in args)
+
+
+def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _where(base: LanguageBase) -> tuple[str, bool]:

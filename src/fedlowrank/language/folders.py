@@ -16,9 +16,10 @@ from ..adapters.lora.lora_factors import LoRA, find_lora
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import Truncation, relative_error, truncate_update
+from ..storage.base_files import combine_file_digests, digest_base_files
 from . import artifacts
 from .artifacts import METADATA, merge_update, save_model
-from .base_model import LoadedBase, digest_weights
+from .base_model import LoadedBase
 from .peft_adapter import ADAPTER
 
 COMMON = "base"
@@ -165,7 +166,8 @@ class AdapterFolders:
         if not self._common:
             made = merge_update(self._model, self._lora.layers, model.weight_updates)
             written.append(save_model(folder / COMMON, made, self._loaded.tokenizer))
-            self._common, self._common_digest = model.weight_updates, digest_weights(made)
+            self._common = model.weight_updates
+            self._common_digest = combine_file_digests(digest_base_files(folder / COMMON))
         elif any(not torch.equal(w, self._common[n]) for n, w in model.weight_updates.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 NAME = "language"
 """Name of the one architecture."""
 
+_RESULT_FIELDS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "fan_in_fan_out", "init_lora_weights")
+"""Fields of ``peft.LoraConfig`` on which results depend; the layers are told by the names of the factors."""
+
 INSTRUCTION = "{instruction}"
 """Stands for the instruction in the prompt that ``fedlowrank.json`` holds."""
 
@@ -106,7 +109,8 @@ class Language:
 
     def describe(self) -> dict[str, Any]:
         """What a resumed run must find unchanged."""
-        return {"base": self.loaded.name, "digest": self.loaded.digest}
+        adapter = {n: str(getattr(self.model.peft_config[ADAPTER], n)) for n in _RESULT_FIELDS}
+        return {"files": dict(self.loaded.files), "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
         """The code, with the base frozen inside."""

@@ -283,7 +283,7 @@ class ClientRuntime:
         """The experiment's method; its updates are protected as the experiment says."""
         run, draws = self.made.run, self._draws
         method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
-        check_parts(method, self.federation, run.micro_batch)
+        check_parts(method, self.federation, self.made.run_here.micro_batch)
         method = average_statistics(method, task, run)
         return protect(method, task, run.trust, self.budget, expected=draws.expected, deployed=True)
 
@@ -311,7 +311,7 @@ class ClientRuntime:
             sizes[0],
             sizes[1:],
             sections(self.made.to_dict()),
-            "" if self.language is None else self.language.loaded.digest,
+            {} if self.language is None else self.language.loaded.files,
             versions(),
         )
         form = {
@@ -426,8 +426,8 @@ class ClientRuntime:
                 "--max-download)"
             )
         # booleans and small values take more memory than bytes of a message
-        down = tree.move(tree.decode(payload, memory=2 * self.max_download), self.made.run.device)
-        state, method = tree.move(memory.at(order.stamp), self.made.run.device), self.method
+        down = tree.move(tree.decode(payload, memory=2 * self.max_download), self.made.run_here.device)
+        state, method = tree.move(memory.at(order.stamp), self.made.run_here.device), self.method
         federation = self.federation
         task, info = federation.task(rounds), federation.infos[self.client]
         if state is None:
@@ -532,7 +532,7 @@ class ClientRuntime:
     def federation(self) -> Federation:
         """The federation as a client sees it: its own examples, and only the number of other clients."""
         shares = place_share(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
-        return place_data(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
+        return place_data(assemble(self.made, shares, here=frozenset({self.client})), self.made.run_here)
 
     def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
@@ -569,7 +569,7 @@ def _run_name(run: str) -> str:
 def _shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
     """The experiment and the engine, which the clients of one process share."""
     made, engine = ExperimentConfig.parse(json.loads(tables)), Sequential()
-    engine.micro_batch = made.run.micro_batch
+    engine.micro_batch = made.run_here.micro_batch
     return made, engine
 
 

@@ -91,7 +91,7 @@ def drive(
     name, settings = made.default_method, made.network
     method, count, limits = made.build_method(name), clients_of(made), made.network.limits
     # run.json keeps the experiment's engine, with which `fedlowrank resume` compares
-    protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=())
+    protocol = dataclasses.replace(made.run_here, checkpoint_every=1, representations=0, adapters=())
     if made.run.adapters:
         raise ConfigError(
             "run.adapters writes models of simulated clients; over a network the server and each client write their "

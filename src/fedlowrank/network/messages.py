@@ -23,7 +23,7 @@ H = TypeVar("H", bound="Header")
 Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
 """A step of a secure sum; "" without one."""
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised whenever messages change."""
 
 
@@ -71,7 +71,7 @@ class Registration(Header):
         examples: number of its training examples.
         sizes: numbers of its validation and test examples.
         sections: digest of each section of its experiment that must equal the server's.
-        base: digest of its base model, or "".
+        base: digest of each file of its base model, by name; empty without one.
         versions: of its software.
         protocol: :data:`PROTOCOL`.
     """
@@ -80,7 +80,7 @@ class Registration(Header):
     examples: int
     sizes: tuple[int, int]
     sections: dict[str, str]
-    base: str = ""
+    base: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     protocol: int = PROTOCOL
 
@@ -166,7 +166,8 @@ LOCAL = frozenset({
 })  # fmt: skip
 """Fields in which a client may differ from the server: paths, its machine, the server's own settings."""
 
-_UNSHARED = frozenset({"network", "reference", "compare", "seeds", "vary", "title", "paper"})
+_UNSHARED = frozenset({"local", "network", "reference", "compare", "seeds", "vary", "title", "paper"})
+"""Sections that are not compared."""
 
 
 def sections(tables: Mapping[str, Any]) -> dict[str, str]:

@@ -253,8 +253,12 @@ def _remarks(method: Method[Any, Any, Any, Any], federation: Federation, setting
 
 def _describe_model(architecture: Architecture, federation: Federation) -> dict[str, Any]:
     """What a model is: its layers, and a digest of the tensors that belong to its code."""
-    # the base of a language model has a digest of its own
-    frozen = "" if federation.companion is not None else architecture.digest_frozen()
+    if federation.companion is not None:
+        # the companion describes the base; its layers differ by dtype and quantization of this machine
+        trained = {name: f"{t.dtype} {[*t.shape]}" for name, t in architecture.initial.items()}
+        head = architecture.head_name
+        return {"parameters": architecture.parameters, "head": head, "frozen": "", "layers": trained}
+    frozen = architecture.digest_frozen()
     return {
         "parameters": architecture.parameters,
         "head": architecture.head_name,

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ...config.experiment import ExperimentConfig
+from ...config.sections.local_section import describe_precision
 from ...core.errors import CheckpointError, ConfigError, FedlowrankError
 from ...core.io.atomic_files import write_json
 from ...core.io.private_files import is_readable_by_others, make_private_folder, refuse_readable
@@ -68,10 +69,14 @@ def read_experiment(file: Path, overrides: Sequence[str], method: str | None) ->
 
 
 def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:
-    """The experiment with a method, and with a base model's path that holds in every process."""
+    """The experiment with a method, and with a base model's paths that hold in every process."""
     changed: dict[str, Any] = {"method": method}
-    if experiment.language is not None and Path(experiment.language.path).exists():
-        changed["language"] = {"path": str(Path(experiment.language.path).resolve())}
+    paths = {"local": experiment.local.path}
+    if experiment.language is not None:
+        paths["language"] = experiment.language.path
+    for section, path in paths.items():
+        if path is not None and Path(path).exists():
+            changed[section] = {"path": str(Path(path).resolve())}
     return experiment.overlay(changed)
 
 
@@ -345,6 +350,10 @@ def join(
     logger.info(
         "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
     )
+    if experiment.language_here is not None:
+        logger.info(
+            "client %d: %s", client, describe_precision(experiment.language_here, experiment.run_here)
+        )
     node = SuperNode(folder / "flower", server, folder, own)
     if passphrase:
         # other users cannot read the environment of a process
@@ -442,8 +451,10 @@ def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> 
         raise FedlowrankError(
             f"{out} holds other things, which Flower would send to every client; choose an empty folder"
         )
+    # what holds on this machine is not sent
+    tables = {name: table for name, table in experiment.to_dict().items() if name != "local"}
     settings = {
-        "experiment": json.dumps(experiment.to_dict()),
+        "experiment": json.dumps(tables),
         "folder": f"runs/{experiment.name}/{experiment.method}-s{experiment.run.seed}",
     }
     write_app(out, "fedlowrank", SERVER, CLIENT, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_low
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from ...core import tree
 from ...core.errors import FedlowrankError
 from ...data.dataset import ClientData, Examples
 from ...data.federation import Federation
+from ...storage.base_files import combine_file_digests, compare_base_files
 from ..messages import PROTOCOL, MessageError, Registration, one_line, sections
 from ..transport import NodeMessage, Response
 
@@ -82,14 +83,14 @@ class RegisteredClient:
         examples: for training.
         sizes: of its validation and test parts.
         form: of its examples; None if it has not registered since the server was restarted.
-        base: digest of its base model, or "".
+        base: digest of each file of its base model; empty without one.
     """
 
     node: int | None
     examples: int
     sizes: tuple[int, int]
     form: ExampleForm | None = None
-    base: str = ""
+    base: Mapping[str, str] = field(default_factory=dict)
 
 
 class ClientRegistry:
@@ -126,7 +127,7 @@ class ClientRegistry:
         self.rejections: dict[int, str] = {}
         self.permanently_rejected: set[int] = set()
         self._sections = sections(made.to_dict())
-        self._base = ""
+        self._base: Mapping[str, str] = {}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -172,7 +173,9 @@ class ClientRegistry:
         for client in sorted(self.reachable(present)):
             registered = self.registered[client]
             if registered.form is not None:
-                groups.setdefault((registered.form.describe(), registered.base), []).append(client)
+                groups.setdefault(
+                    (registered.form.describe(), combine_file_digests(registered.base)), []
+                ).append(client)
         return max(groups.values(), key=len, default=[])
 
     def fix_form(self, present: set[int]) -> None:
@@ -243,7 +246,7 @@ class ClientRegistry:
         self.registered[client] = RegisteredClient(node, examples, sizes, form, registration.base)
         return client
 
-    def _mismatch(self, client: int, form: ExampleForm, base: str) -> str | None:
+    def _mismatch(self, client: int, form: ExampleForm, base: Mapping[str, str]) -> str | None:
         """How a client differs from the form and base model that are required, or None."""
         if self.form is None:
             return None
@@ -252,10 +255,10 @@ class ClientRegistry:
                 f"client {client} has examples of another form: {form.describe()[:300]}, but the others' are "
                 f"{self.form.describe()[:300]}. All must name the same classes and prepare their data alike."
             )
-        if base != self._base:
+        if different := compare_base_files(base, self._base):
             return (
-                f"client {client} has another base model: its weights have the digest "
-                f"{base[:64] or 'none'}, the others' {self._base[:64] or 'none'}. Give it the same files."
+                f"client {client} has another base model than the others: {different}. Copy the files of one "
+                "machine to all, or load the same revision."
             )
         return None
 
@@ -287,7 +290,8 @@ class ClientRegistry:
             )
             return (
                 f"client {client} has another experiment: section(s) {', '.join(names)} differ from the "
-                "server's. Give both the same file and the same overrides."
+                "server's. Give both the same file and the same overrides; what may differ between machines "
+                "belongs in the section [local]."
             )
         return None
 
@@ -301,10 +305,10 @@ class ClientRegistry:
             raise UnregisteredNodeError("no client has registered, so the form of the examples is unknown")
         empty = ClientData(self.form.empty, self.form.empty, self.form.empty)
         language = self.made.load_language(self.form.classes)
-        if language is not None and language.loaded.digest != self._base:
+        if language is not None and (different := compare_base_files(language.loaded.files, self._base)):
             raise UnregisteredNodeError(
-                f"the clients' base model has the digest {self._base}, the server's "
-                f"{language.loaded.digest}: they are different weights. Give all the same files."
+                f"the server has another base model than the clients: {different}. Copy the files of one machine "
+                "to all, or load the same revision."
             )
         shares = Shares((empty,) * self.clients, self.form.classes, (), language)
         return assemble(self.made, shares, sizes=self.sizes, here=frozenset())

@@ -1,0 +1,115 @@
+"""Digests of the files of a base model, by which two machines tell whether they have the same one.
+
+They do not depend on where the files lie, nor on the dtype or quantization of the weights in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..core.errors import DataError
+from .digest import digest_of
+
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Files of weights in the order in which transformers looks for them; an index names further files."""
+
+_VOCABULARY = (
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files that a tokenizer is made from where there is no tokenizer.json."""
+
+_TOKENIZER = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+"""Files that change tokens besides the vocabulary."""
+
+_SHOWN = 5
+"""Files that a message names."""
+
+
+def find_base_files(folder: Path) -> list[str]:
+    """Names of the files of a model folder that its weights, layers and tokens depend on, sorted.
+
+    Of weights that lie there in several formats, those that transformers loads count. Files such as
+    ``README.md`` and ``generation_config.json`` do not.
+
+    Args:
+        folder: as ``save_pretrained`` writes it.
+
+    Raises:
+        DataError: if the index of weights in several files cannot be read.
+    """
+    names = {name for name in ("config.json", *_TOKENIZER) if (folder / name).is_file()}
+    if (folder / "tokenizer.json").is_file():
+        names.add("tokenizer.json")
+    else:
+        names |= {name for name in _VOCABULARY if (folder / name).is_file()}
+    weights = next((name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if weights is not None:
+        names.add(weights)
+        if weights.endswith(".index.json"):
+            names |= _shards(folder / weights)
+    return sorted(names)
+
+
+def digest_base_files(folder: Path) -> dict[str, str]:
+    """Digest of each file of :func:`find_base_files`, BLAKE2b of 16 bytes, read in pieces.
+
+    Args:
+        folder: as ``save_pretrained`` writes it.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    found = {}
+    for name in find_base_files(folder):
+        try:
+            with (folder / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError as error:
+            raise DataError(f"the file {name} of the base model cannot be read: {error}") from error
+    return found
+
+
+def combine_file_digests(files: Mapping[str, str]) -> str:
+    """One digest of all files of a base; ``""`` where there are none.
+
+    Args:
+        files: of :func:`digest_base_files`.
+    """
+    return digest_of(json.dumps(files, sort_keys=True).encode()) if files else ""
+
+
+def compare_base_files(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """The files in which two bases differ, for a message; ``""`` if they are the same.
+
+    Args:
+        theirs: of :func:`digest_base_files`; may come from another machine.
+        ours: what it is compared with.
+    """
+    found = []
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) == ours.get(name):
+            continue
+        shown = name if len(name) < 100 and name.isprintable() else "a file with an invalid name"
+        what = "is missing" if name not in theirs else "is not expected" if name not in ours else "differs"
+        found.append(f"{shown} {what}")
+    more = f" and {len(found) - _SHOWN} more files" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index of weights names."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index} is no index of weights: {error!r}") from error
