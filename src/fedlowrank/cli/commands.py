@@ -73,7 +73,7 @@ def run(
     federation = experiment.federation()
     _show_data(federation)
     if isinstance(federation.companion, Language):
-        estimate = estimate_run(experiment.build_method(name), federation, experiment.run)
+        estimate = estimate_run(experiment.build_method(name), federation, experiment.run_here)
         OUT.print(estimate or "no estimate of the time: the method's first pass cannot be seen alone")
     run_method(experiment, name, federation, folder, force)
     return show_run(folder)
