@@ -170,8 +170,15 @@ class Engine(ABC):
         data = LocalData(client, examples, passes, key, augment, turns, by_length, loss)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
-        parts = self.micro_batch, not method.couples_examples
-        return LocalTrainer(mine, others, data, round, self.ledger, *parts)
+        return LocalTrainer(
+            mine,
+            others,
+            data,
+            round,
+            self.ledger,
+            micro_batch=self.micro_batch,
+            may_halve=not method.couples_examples,
+        )
 
 
 def client_key(federation: Federation, client: int, round: int) -> Key:

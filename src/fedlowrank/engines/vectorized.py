@@ -131,7 +131,7 @@ class Vectorized(Engine):
         found: list[T] = []
         for members in groups.values():
             members.sort(key=lambda m: -len(m[1].data.examples))
-            if len(members) < FEW or not all(m.is_standard for m in members[0][1].models):
+            if len(members) < FEW or not members[0][1].has_standard_models:
                 found += [alone(*member) for member in members]
                 continue
             trainer = self.cohort_trainer([local for _, local in members], self._memory)
@@ -179,21 +179,21 @@ class Vectorized(Engine):
     def _run_unequal_ranks(self, cohorts: list[tuple[Any, list[_Member]]], update: Any, alone: Any) -> Found:
         """The results of cohorts that differ in rank: each is called by itself, and their passes are trained as one."""
         found: Found = []
-        waiting: list[tuple[Sequence[_Member], CohortTrainer]] = []
+        together: list[tuple[Any, list[_Member]]] = []
         for kind, members in cohorts:
-            if self._memory.is_equal.get(kind) is False or not all(
-                m.is_standard for m in members[0].local.models
-            ):
+            if self._memory.is_equal.get(kind) is False or not members[0].local.has_standard_models:
                 found += [alone(member) for member in members]
             else:
-                locals_ = [m.local for m in members]
-                waiting.append((members, self.cohort_trainer(locals_, self._memory, joins=True)))
-        is_known = all(self._memory.is_equal.get(kind) for kind, _ in cohorts)
-        with contextlib.nullcontext() if is_known else full_precision():
+                together.append((kind, members))
+        waiting = [
+            (members, self.cohort_trainer([m.local for m in members], self._memory, joins=True))
+            for _, members in together
+        ]
+        new = [(kind, members) for kind, members in together if kind not in self._memory.is_equal]
+        with full_precision() if new else contextlib.nullcontext():
             results = dict(found + divide_jointly(waiting, update, alone, self._log))
-            for kind, members in cohorts:
-                if kind not in self._memory.is_equal:
-                    self._memory.is_equal[kind] = self._check(members[-1], results, alone)
+            for kind, members in new:
+                self._memory.is_equal[kind] = self._check(members[-1], results, alone)
                 if not self._memory.is_equal[kind]:
                     results |= [alone(_fresh(member)) for member in members]
         return [*results.items()]
@@ -201,8 +201,7 @@ class Vectorized(Engine):
     def _run_cohort(self, kind: Any, members: list[_Member], update: Any, alone: Any) -> Found:
         """The results of clients of one kind, called at once if that gives what each gives alone."""
         known = self._memory.is_equal.get(kind)
-        stands_alone = not all(m.is_standard for m in members[0].local.models)
-        if len(members) < FEW or known is False or stands_alone:
+        if len(members) < FEW or known is False or not members[0].local.has_standard_models:
             return [alone(member) for member in members]
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
         if known:

@@ -99,7 +99,11 @@ class FlopLedger:
 
     def knows(self, kind: Any, size: BatchSize) -> bool:
         """Whether a step of that kind and size has been counted."""
-        return (kind, size) in self._known or self._fits.get(kind) is not None
+        return (kind, size) in self._known or self.is_fitted(kind)
+
+    def has_tried(self, kind: Any) -> bool:
+        """Whether :meth:`fit` has learnt the cost of that kind, or found that it cannot."""
+        return kind in self._fits
 
     def fit(self, kind: Any, count: Callable[[int, int], int], widest: int) -> bool:
         """Learn the cost of all steps of a kind on texts from a few short ones.
@@ -115,9 +119,9 @@ class FlopLedger:
         Returns:
             Whether the cost of every size is known now.
         """
-        if kind not in self._fits:
+        if not self.has_tried(kind):
             self._fits[kind] = None if widest < 4 else _quadratic(count, max(1, min(8, widest // 4)))
-        return self._fits[kind] is not None
+        return self.is_fitted(kind)
 
     def is_fitted(self, kind: Any) -> bool:
         """Whether :meth:`fit` has learnt the cost of all sizes."""

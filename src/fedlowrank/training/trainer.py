@@ -74,19 +74,26 @@ class LocalTrainer:
         micro_batch: int | None = None,
         may_halve: bool = False,
     ) -> None:
-        self.may_halve = may_halve
         self.model = model
         self.models = list(models)
         self.data = data
         self.round = round
         self.ledger = ledger
         self.micro_batch = micro_batch
+        self.may_halve = may_halve
         self.meter = Meter()
 
     def fresh(self) -> LocalTrainer:
         """The same client with a meter of its own."""
-        parts = self.micro_batch, self.may_halve
-        return LocalTrainer(self.model, self.models, self.data, self.round, self.ledger, *parts)
+        return LocalTrainer(
+            self.model,
+            self.models,
+            self.data,
+            self.round,
+            self.ledger,
+            micro_batch=self.micro_batch,
+            may_halve=self.may_halve,
+        )
 
     def steps(self, name: str) -> int:
         """See :meth:`fedlowrank.core.contract.method.ClientView.steps`."""
@@ -135,7 +142,12 @@ class LocalTrainer:
             for f in functions
             if f is not None
         )
-        return own and not self.data.loss.is_own and all(m.is_standard for m in self.models)
+        return own and not self.data.loss.is_own and self.has_standard_models
+
+    @property
+    def has_standard_models(self) -> bool:
+        """Whether all layers of all models are standard."""
+        return all(m.is_standard for m in self.models)
 
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.
@@ -145,12 +157,11 @@ class LocalTrainer:
         not depend on what a process did before.
         """
         seen: set[BatchSize] = set()
-
-        is_fitted = self.ledger.is_fitted(kind)
+        is_known = standard or self.ledger.is_fitted(kind)
 
         def around(batch: Batch) -> AbstractContextManager[None]:
             size = size_of(batch)
-            if standard or is_fitted or size in seen:
+            if is_known or size in seen:
                 return contextlib.nullcontext()
             seen.add(size)
             return self.ledger.counting(kind, size)
@@ -175,6 +186,9 @@ class LocalTrainer:
 
     def _fit_cost(self, request: Request, kind: Any) -> None:
         """Learn what steps on texts cost from a few short ones, which are not taken."""
+        if self.ledger.has_tried(kind):
+            return
+        work = Work(request, self.round)
 
         def count(texts: int, tokens: int) -> int:
             first = torch.zeros(texts, dtype=torch.int64)
@@ -183,7 +197,6 @@ class LocalTrainer:
                 work.gradient(work.loss(batch))
             return int(counter.total)
 
-        work = Work(request, self.round)
         self.ledger.fit(kind, count, self.data.width or 0)
 
     @contextlib.contextmanager
@@ -215,9 +228,10 @@ class LocalTrainer:
 
     def kind(self, request: Request) -> Any:
         """What the cost of a step depends on, but for its batch."""
-        return self._kind(request.loss, request.start, request.constants)
+        return self.kind_of(request.loss, request.start, request.constants)
 
-    def _kind(self, function: Callable[..., Any], params: Any, constants: Any) -> Any:
+    def kind_of(self, function: Callable[..., Any], params: Any, constants: Any) -> Any:
+        """What the cost of a loss or of a statistic depends on, but for its batch."""
         forms = [tree.form(t, plain=False) for t in (params, constants)]
         return code_of(function), self.data.loss, self.model.name, self.data.form, *forms
 
@@ -226,7 +240,7 @@ class LocalTrainer:
         sums: list[T] = []
         sizes: Counter[BatchSize] = Counter()
         params = layout(params)
-        kind = self._kind(statistic, params, constants)
+        kind = self.kind_of(statistic, params, constants)
         standard = self.has_standard(statistic)
         counting = self._counting(kind, standard)
         draws = (
@@ -237,23 +251,24 @@ class LocalTrainer:
         with torch.no_grad(), draws, infer_by(self.inputs, self.whose), naming(self.whose):
             if any(model.couples for model in self.models):
                 self.meter.flops += self._count_statistics(statistic, params, constants)
+            if standard:
+                self.count_total(statistic, params, constants, kind)
             for batch in self.data.chunks(whole=self._in_one_chunk()):
-                size = size_of(batch)
-                if standard and not self.ledger.knows(kind, size):
-                    with self.ledger.counting(kind, size):
-                        statistic(params, batch, *constants)
                 with counting(batch):
                     part = statistic(params, batch, *constants)
-                sizes[size] += 1
+                sizes[size_of(batch)] += 1
                 part = tree.widen(part)
                 sums = [part if not sums else tree.add(sums[0], part)]
-        self.meter.flops += self.ledger.total(kind, sizes)
+        if not standard:
+            self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
 
-    def count_total(self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...]) -> None:
-        """Enter the cost of :meth:`total` for a statistic of standard layers, without computing the sum."""
-        kind, sizes = self._kind(statistic, params, constants), Counter[BatchSize]()
-        for places in self.data.chunk_places():
+    def count_total(
+        self, statistic: Callable[..., Any], params: Any, constants: tuple[Any, ...], kind: Any
+    ) -> None:
+        """Enter the cost of :meth:`total` for a statistic of standard layers and that :meth:`kind_of` it."""
+        sizes = Counter[BatchSize]()
+        for places in self.data.chunk_places(self._in_one_chunk()):
             size = self.data.chunk_shape(places)
             if not self.ledger.knows(kind, size):
                 batch = self.data.chunk(places)
@@ -310,13 +325,17 @@ def descend(
         except torch.OutOfMemoryError:
             if whose is None or at_once == 1:
                 raise
-            micro_batch, half = at_once // 2, whose
-            whose = None
+            micro_batch = at_once // 2
             logger.warning(
                 "%s: a step on %d examples ran out of memory; this step and those after it in the pass take %d at once. Set "
                 "run.micro_batch = %d",
-                *(half, at_once, micro_batch, micro_batch),
+                whose,
+                at_once,
+                micro_batch,
+                micro_batch,
             )
+            # once in a pass
+            whose = None
             with counting(batch):
                 value, grads = _gradient(work, batch, micro_batch)
         work.step(grads)

@@ -172,11 +172,14 @@ class CohortTrainer:
     ) -> Any | None:
         """The sums of all clients in one pass; None where each must be computed alone."""
         last, clients = self.locals_[-1], len(self.locals_)
-        kind = "total", code_of(statistic), tree.form((params, constants), plain=False)
-        known = self._memory.is_equal.get(kind)
-        if known is False or clients == 1 or last.model.couples or not last.has_standard(statistic):
+        if clients == 1 or last.model.couples or not last.has_standard(statistic):
             return None
         given = split_clients((params, constants), clients)
+        cost = last.kind_of(statistic, *given[-1])
+        kind = "total", cost
+        known = self._memory.is_equal.get(kind)
+        if known is False:
+            return None
         try:
             with contextlib.nullcontext() if known else full_precision():
                 found = total_cohort(self.locals_, statistic, params, constants)
@@ -189,7 +192,7 @@ class CohortTrainer:
         if not self._memory.is_equal[kind]:
             return None
         for local, own in zip(self.locals_, given, strict=True):
-            local.count_total(statistic, *own)
+            local.count_total(statistic, *own, cost)
         return found
 
     def _next(self, compute: Callable[[], VerbAnswer]) -> VerbAnswer:
@@ -199,7 +202,9 @@ class CohortTrainer:
         return answer
 
     def _train(self, request: Request) -> VerbAnswer:
-        if self._joins and request.padded.start and request.kept is None:
+        changed = (request.precondition, request.prox, request.proximal_term, request.kept)
+        # what changes a step by more than its loss might see the zeros
+        if self._joins and request.padded.start and all(f is None for f in changed):
             raise PassAskedError(request)
         return self.answer(request)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...core import tree
-from ...core.contract.method import ProximalTerm, Request
+from ...core.contract.method import Request
 from ..captured_variables import code_of
 from ..stacked import Stacked, stack, without_rows
 from ..steps import refill
@@ -89,37 +89,30 @@ def _train_jointly(trainers: Sequence[CohortTrainer], requests: Sequence[Request
 def _as_one(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> list[VerbAnswer] | None:
     """The answers by one pass; None where the pass cannot be batched over clients."""
     sizes = [len(t.locals_) for t in trainers]
-    locals_ = [(local, c) for c, t in enumerate(trainers) for local in t.locals_]
+    clients = [(c, place) for c, size in enumerate(sizes) for place in range(size)]
+    locals_ = [trainers[c].locals_[place] for c, place in clients]
     # clients with the most steps first
-    order = sorted(range(len(locals_)), key=lambda k: -len(locals_[k][0].data.examples))
+    order = sorted(range(len(clients)), key=lambda k: -len(locals_[k].data.examples))
     first = requests[0]
 
     def join(values: Sequence[Any], axes: Mapping[str, int]) -> Any:
         columns = zip(_axes(values[0], axes), *map(tree.tensors, values), strict=True)
         return refill(values[0], [_join(ts, sizes, axis, order) for axis, *ts in columns])
 
-    start, terms = first.padded.start, [r.proximal_term for r in requests]
-    term = terms[0]
-    if term is not None:
-        parts = [[t.center, t.linear] for t in terms if t is not None]
-        nested = {f"/{i}{path}": axis for path, axis in start.items() for i in (0, 1)}
-        term = ProximalTerm(term.strength, *join(parts, nested))
     whole = dataclasses.replace(
         first,
-        start=join([r.start for r in requests], start),
+        start=join([r.start for r in requests], first.padded.start),
         constants=join([r.constants for r in requests], first.padded.constants),
-        proximal_term=term,
     )
-    own = [(trainers[c].locals_.index(locals_[k][0]), c) for k, (_, c) in enumerate(locals_)]
-    joint = trainers[0].beside([locals_[k][0] for k in order])
-    answer = joint.batched(whole, [requests[locals_[k][1]] for k in order])
+    joint = trainers[0].beside([locals_[k] for k in order])
+    answer = joint.batched(whole, [requests[clients[k][0]] for k in order])
     if answer is None:
         return None
     for k, (_, error) in joint.errors.items():
-        place, c = own[order[k]]
+        c, place = clients[order[k]]
         trainers[c].errors.setdefault(place, (len(trainers[c].answers), error))
-    back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
-    rows = [t.as_subclass(Tensor)[back.to(t.device)] for t in map(unwrap_stacked, tree.tensors(answer.value))]
+    back = torch.tensor(order).argsort()
+    rows = [unwrap_stacked(t)[back.to(t.device)] for t in tree.tensors(answer.value)]
     found, a = [], 0
     for request, size in zip(requests, sizes, strict=True):
         like = tree.tensors(request.start)
@@ -131,20 +124,13 @@ def _as_one(trainers: Sequence[CohortTrainer], requests: Sequence[Request]) -> l
 
 def _kind(request: Request) -> Any:
     """What requests must have in common: all but their tensors and the sizes of padded dimensions."""
-    term, padded = request.proximal_term, request.padded
-    functions = code_of(request.loss), code_of(request.precondition), code_of(request.prox)
-    by_start = (
-        None
-        if term is None
-        else (term.strength, _form(term.center, padded.start), _form(term.linear, padded.start))
-    )
+    padded = request.padded
     return (
-        functions,
+        code_of(request.loss),
         request.name,
         repr(request.optimizer),
         _form(request.start, padded.start),
         _form(request.constants, padded.constants),
-        by_start,
     )
 
 
