@@ -106,7 +106,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         """Line 3."""
         return cluster_means(server, total)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """Relative to the models as they were sent; π^k is no update."""
         return Update({"models": down, "pi": NO_UPDATE})
 

@@ -126,7 +126,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
             count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
         return Server(summed, count, latest)
 
-    def update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
         """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""
         form = Lengths(Outputs(torch.zeros(0, dtype=torch.int64), down.mean[:0]), task.classes)
         return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE}, form=form)

@@ -96,7 +96,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         model = cast_like(add(total, h, -1 / self.alpha), server.model)
         return Cloud(model, cast_like(total, server.mean), h)
 
-    def update(self, down: Down, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Down, client: ClientInfo, task: Task) -> Update:
         """Relative to θ^t."""
         return Update(down.model)
 

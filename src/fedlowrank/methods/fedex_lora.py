@@ -128,7 +128,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to the factors as they were sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 

@@ -168,7 +168,7 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.reply_metrics([c.id for c in view.replied])
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to W^{r_i} as it was sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 

@@ -146,7 +146,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
             mentee = add(mentee, decompress_update(update, mentee))
         return mentee
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Each weight whole, or as factors of any rank that makes them smaller."""
         mentee = task.smallest_model(self.mentee).initial
         form = {n: OneOf(w, factor_form(w)) if w.ndim >= 2 else w for n, w in mentee.items()}

@@ -132,7 +132,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
         return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)
 
-    def update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
         """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
         whole = torch.zeros(0, dtype=torch.int64)
         form = Lengths(Local(whole, down.mean[:0], whole), task.classes)

@@ -179,7 +179,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         model = cast_like(sub(server.model, total["update"]), server.model)
         return Server(model, server.masks | masks)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The values on the mask themselves; masks are no update."""
         return Update({"update": ZERO_REFERENCE, "masks": NO_UPDATE})
 

@@ -120,7 +120,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
         return Update({"factors": ZERO_REFERENCE, "rest": down.rest}, self.tuning.scale_of(task, client))
 

@@ -182,7 +182,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
             model = {"base": u, "adaptors": a}
         return Server(cast_like(model, server.model), optimizer_state)
 
-    def update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
         """Relative to {u, a} as they were sent; π^k is no update."""
         return Update({"model": down, "pi": NO_UPDATE})
 

@@ -147,7 +147,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
-    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
         kept = max(1, int(self.prune * rank_of_factors(down.factors)))
         pruned = self.tuning.message(truncate_factors(unpack_factors(down.factors), kept), down.rest)

@@ -93,7 +93,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         """The mean of the members of each cluster."""
         return cluster_means(server, total)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The model relative to nothing: the server learns which one was trained from the reply alone."""
         return Update({"model": ZERO_REFERENCE, "choice": NO_UPDATE})
 

@@ -103,7 +103,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         model = cast_like(add(server.model, total.model, self.eta_g), server.model)
         return Controlled(model, add(server.control, total.control, view.share))
 
-    def update(self, down: Controlled, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Controlled, client: ClientInfo, task: Task) -> Update:
         """Both differences themselves, relative to zeros."""
         return Update(zeros_like(down))
 

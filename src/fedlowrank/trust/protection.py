@@ -135,7 +135,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         """Whether the clipping norm follows the norms of updates."""
         return self.trust.clipping.quantile is not None
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The method's, in a decoded upload; a compressed upload has one form."""
         found = self._update(down.message, client)
         within = torch.zeros(1) if self.is_adaptive else None
