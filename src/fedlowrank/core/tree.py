@@ -1,7 +1,7 @@
 """Trees of tensors: the one data type that is stored, sent and averaged.
 
 A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an
-instance of a class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as
+instance of a class made by :func:`tree_dataclass`. Every tree encodes to bytes without pickle: the tensors as
 safetensors, all the rest as JSON in the safetensors header. Boolean tensors travel as bits, complex ones as
 their real and imaginary parts.
 """
@@ -51,7 +51,7 @@ class TreeError(FedlowrankError):
 
 
 @dataclass_transform(frozen_default=True)
-def tree(cls: type[T]) -> type[T]:
+def tree_dataclass(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen dataclass that can be mapped over, stored and sent.
 
     Only classes registered by this decorator are ever decoded, so a message cannot name arbitrary code.
@@ -62,7 +62,7 @@ def tree(cls: type[T]) -> type[T]:
 
 
 def register(cls: type[Any]) -> None:
-    """Decode and encode a class that :func:`tree` made in another process."""
+    """Decode and encode a class that :func:`tree_dataclass` made in another process."""
     # a class of the same name that is defined again, in a notebook say, takes the place of the former one
     _FIELDS.pop(_CLASSES.get(_name(cls), cls), None)
     _CLASSES[_name(cls)] = cls
@@ -99,7 +99,11 @@ def children(value: Any, path: str = "") -> list[tuple[str, Any]] | None:
         return [(str(i), child) for i, child in enumerate(value)]
     if (names := _FIELDS.get(type(value))) is not None:
         return [(name, getattr(value, name)) for name in names]
-    hint = "; decorate its class with @fedlowrank.core.tree.tree" if dataclasses.is_dataclass(value) else ""
+    hint = (
+        "; decorate its class with @tree_dataclass of fedlowrank.core.tree"
+        if dataclasses.is_dataclass(value)
+        else ""
+    )
     raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
 
 

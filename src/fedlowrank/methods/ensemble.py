@@ -24,7 +24,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.contract.model import Model
 from ..core.contract.update import NO_UPDATE, Update
-from ..core.tree import Params, map_leaves, tree
+from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.clusters import (
     Apply,
     by_cluster,
@@ -41,7 +41,7 @@ from .families.clusters import (
 )
 
 
-@tree
+@tree_dataclass
 class Upload:
     """The trained models, and π^k where the server does not know it."""
 

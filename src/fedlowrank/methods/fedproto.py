@@ -32,10 +32,10 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Metho
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
-from ..core.tree import Params, tree, widen
+from ..core.tree import Params, tree_dataclass, widen
 
 
-@tree
+@tree_dataclass
 class Prototypes:
     """Global prototypes ``mean [classes, d]``, where ``known [classes]``; in float32 for half precision, too."""
 
@@ -43,7 +43,7 @@ class Prototypes:
     known: Tensor
 
 
-@tree
+@tree_dataclass
 class Local:
     """Prototypes of one client: ``labels [m]`` of its classes with ``mean [m, d]`` and ``count [m]``."""
 
@@ -52,7 +52,7 @@ class Local:
     count: Tensor
 
 
-@tree
+@tree_dataclass
 class Client:
     """A model, and which classes its owner has ``[classes]``."""
 

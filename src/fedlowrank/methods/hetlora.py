@@ -32,7 +32,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean, Sum
 from ..core.contract.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.contract.update import Update
-from ..core.tree import Params, cast_like, tree, widen
+from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
@@ -52,7 +52,7 @@ from .families.lora_family import (
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned."""
 

@@ -26,7 +26,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.learning.batch_losses import sum_losses, task_loss
-from ..core.tree import Params, map_leaves, tree
+from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.clusters import (
     bounded_shares,
     by_cluster,
@@ -37,7 +37,7 @@ from .families.clusters import (
 )
 
 
-@tree
+@tree_dataclass
 class Upload:
     """The trained model ``[1, ...]``, and s_k ``[C]``."""
 

@@ -31,10 +31,10 @@ from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import AdamW
-from ..core.tree import Params, add, cast_like, map_leaves, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass, widen, zeros_like
 
 
-@tree
+@tree_dataclass
 class Controlled:
     """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up.
 

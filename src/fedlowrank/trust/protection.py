@@ -58,7 +58,7 @@ from .updates import (
 logger = logging.getLogger(__name__)
 
 
-@tree.tree
+@tree.tree_dataclass
 class ClientState:
     """The state of the method's client, and what compression has lost so far."""
 
@@ -66,7 +66,7 @@ class ClientState:
     residual: Params | None
 
 
-@tree.tree
+@tree.tree_dataclass
 class ServerState:
     """The state of the method's server, and the clipping norm of the next round."""
 
@@ -74,7 +74,7 @@ class ServerState:
     clip: float
 
 
-@tree.tree
+@tree.tree_dataclass
 class Download:
     """What the method sends, and the clipping norm where it changes."""
 
@@ -82,7 +82,7 @@ class Download:
     clip: float | None
 
 
-@tree.tree
+@tree.tree_dataclass
 class Upload:
     """What the method sends back, its update compressed.
 

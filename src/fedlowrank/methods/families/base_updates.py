@@ -22,16 +22,16 @@ from torch import Tensor
 
 from ...adapters.lora.lora_factors import LoRA
 from ...adapters.wire_format import PackedFactors, WireType, pack_factors, unpack_factors
-from ...core import tree as trees
+from ...core import tree
 from ...core.contract.method import ClientInfo
-from ...core.tree import Params, tree
+from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors, Pair
 
 Keep = Literal["merged", "stacked"]
 T = TypeVar("T")
 
 
-@tree
+@tree_dataclass
 class UpdateHistory:
     """The server's side: the update of every round, of scale 1, and how many each client has."""
 
@@ -48,7 +48,7 @@ class UpdateHistory:
         return UpdateHistory([*self.updates, pack_factors(update, wire)], at)
 
 
-@tree
+@tree_dataclass
 class Base:
     """The client's side: the updates so far.
 
@@ -69,7 +69,7 @@ class Base:
         now = self
         for update in updates:
             now = Base(now.dense, [*now.stacks, update])
-            if keep == "merged" and trees.numel(now.stacks) > sum(d * k for d, k in lora.shapes.values()):
+            if keep == "merged" and tree.numel(now.stacks) > sum(d * k for d, k in lora.shapes.values()):
                 now = Base(_memo(lora).get("sum", now, now._sum), [])
         return now
 
@@ -92,7 +92,7 @@ class Base:
         for factors in map(unpack_factors, self.stacks):
             for name, pair in factors.items():
                 # in half precision small updates would be lost
-                update = trees.widen(pair.b) @ trees.widen(pair.a)
+                update = tree.widen(pair.b) @ tree.widen(pair.a)
                 found[name] = found[name] + update if name in found else update
         return found
 
@@ -105,7 +105,7 @@ class Memo:
 
     def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
         """The value that belongs to a base; it is not to be changed."""
-        tensors = [t for _, t in trees.leaves(of)]
+        tensors = [t for _, t in tree.leaves(of)]
         if any(type(t) is not Tensor or t.is_inference() for t in tensors):
             # one that stands for those of many clients, made anew by the engine each time; or one without a version
             return make()

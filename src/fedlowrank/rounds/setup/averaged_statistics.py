@@ -26,11 +26,11 @@ from ...core.contract.model import Model
 from ...core.contract.update import Update
 from ...core.contract.wrapper import MethodWrapper
 from ...core.errors import ConfigError, TaskError
-from ...core.tree import Params, tree
+from ...core.tree import Params, tree_dataclass
 from ..run_settings import RunSettings
 
 
-@tree
+@tree_dataclass
 class WithStatistics:
     """A value of the method, with running statistics by name.
 
