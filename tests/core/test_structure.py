@@ -1,6 +1,7 @@
 """The structure of code and repository: one paper, one file; only exports in ``__init__``; no large files."""
 
 import ast
+import dataclasses
 import graphlib
 import re
 import subprocess
@@ -12,6 +13,7 @@ import grimp
 import pytest
 import torch
 
+from fedlowrank.core.contract.method import Method
 from fedlowrank.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,17 @@ def test_the_last_column_of_a_box_names_hooks(name: str) -> None:
     # or a function of the file that a hook calls; "here" heads the column in some boxes
     assert set(named) - {"here"} <= {
         n for n in (*dir(METHODS[name]), *vars(module)) if not n.startswith("__")
+    }
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_hooks_and_settings_and_no_other_public_names(name: str) -> None:
+    """A hook under another name than the contract's would never be called, and its default would stand in silently."""
+    settings = {f.name for f in dataclasses.fields(METHODS[name])}
+    assert {n for n in dir(METHODS[name]) if not n.startswith("_")} <= {
+        *dir(Method),
+        *Method.__annotations__,
+        *settings,
     }
 
 
