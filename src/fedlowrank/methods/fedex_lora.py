@@ -22,7 +22,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import Update
-from ..core.tree import Params, cast_like, tree, widen
+from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
@@ -39,7 +39,7 @@ from .families.lora_family import (
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean factors, the residual of every round, and what is shared beside them."""
 
@@ -49,7 +49,7 @@ class Server:
     scaling: Scaling
 
 
-@tree
+@tree_dataclass
 class Download:
     """The mean factors and what is shared, and the residuals that a client lacks."""
 
@@ -57,7 +57,7 @@ class Download:
     residuals: list[PackedFactors]
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: the residuals so far, and its head where that is personal."""
 
@@ -128,7 +128,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to the factors as they were sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 

@@ -30,7 +30,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import Update
 from ..core.errors import ConfigError
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
@@ -63,7 +63,7 @@ from .families.lora_family import (
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """W of every layer, further initial components, the shared rest, and the last p_i and r̂_i."""
 
@@ -74,7 +74,7 @@ class Server:
     last: dict[str, dict[str, float]]
 
 
-@tree
+@tree_dataclass
 class Download:
     """The client's components, and where it is asked for the others as a frozen adapter of scale 1."""
 
@@ -168,7 +168,7 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.reply_metrics([c.id for c in view.replied])
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to W^{r_i} as it was sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 

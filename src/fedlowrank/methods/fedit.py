@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import Method, ServerView, Task
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.lora_clients import (
     average_factors,
@@ -31,7 +31,7 @@ from .families.lora_clients import (
 from .families.lora_family import Message, Scaling, Tuning, initial_factors
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean factors, and what is shared beside them."""
 

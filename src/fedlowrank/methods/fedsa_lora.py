@@ -18,7 +18,7 @@ from ..adapters.lora.lora_factors import lora_of
 from ..adapters.wire_format import unpack_factors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors, Pair
 from .families.lora_clients import (
     adapted_model,
@@ -30,7 +30,7 @@ from .families.lora_clients import (
 from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean A (with a B of no columns), and what is shared beside it."""
 
@@ -38,7 +38,7 @@ class Server:
     rest: Params
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: its B by layer, and its head where that is personal."""
 

@@ -18,7 +18,7 @@ from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors, Pair
 from .families.lora_clients import (
     adapted_model,
@@ -32,7 +32,7 @@ from .families.lora_clients import (
 from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean B (with an A of no rows), and what is shared beside it."""
 

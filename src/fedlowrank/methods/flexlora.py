@@ -17,7 +17,7 @@ from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
@@ -32,7 +32,7 @@ from .families.lora_clients import (
 from .families.lora_family import Message, Scaling, Tuning, initial_factors, rank_of_factors
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean update W of every layer, further initial components, and the shared rest."""
 

@@ -22,7 +22,7 @@ from ..adapters.wire_format import PackedFactors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import ZERO_REFERENCE, Update
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.lora_clients import collect_factors, describe_ranks, reply
@@ -38,7 +38,7 @@ from .families.lora_family import (
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """The stack of every round, and what is shared beside them."""
 
@@ -47,7 +47,7 @@ class Server:
     scaling: Scaling
 
 
-@tree
+@tree_dataclass
 class Download:
     """The stacks that a client lacks, and what is shared beside them."""
 
@@ -55,7 +55,7 @@ class Download:
     rest: Params
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: the stacks so far, and its head where that is personal."""
 
@@ -120,7 +120,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
         return Update({"factors": ZERO_REFERENCE, "rest": down.rest}, self.tuning.scale_of(task, client))
 

@@ -32,7 +32,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean, Sum
 from ..core.contract.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.contract.update import Update
-from ..core.tree import Params, cast_like, tree, widen
+from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
@@ -52,7 +52,7 @@ from .families.lora_family import (
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned."""
 
@@ -147,7 +147,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
-    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
         kept = max(1, int(self.prune * rank_of_factors(down.factors)))
         pruned = self.tuning.message(truncate_factors(unpack_factors(down.factors), kept), down.rest)

@@ -24,7 +24,7 @@ from ...core.contract.model import Model
 from ...core.errors import LoweredRankWarning, TaskError, warn_user
 from ...core.learning.batch_losses import task_loss
 from ...core.learning.optimizer import Optimizer
-from ...core.tree import Params, join_path, tree
+from ...core.tree import Params, join_path, tree_dataclass
 from ...core.tree import leaves as tensors_of
 from ...linalg.pair import Factors, Pair, truncate_pair
 
@@ -35,7 +35,7 @@ Penalty = Callable[[Leaves], Tensor]
 """A term of the loss that depends on what is trained alone."""
 
 
-@tree
+@tree_dataclass
 class Scaling:
     """The scale s of a client's update by its rank: ``scale · (rank0 / r)^power``.
 
@@ -54,7 +54,7 @@ class Scaling:
         return self.scale * float((self.rank0 / rank) ** self.power)
 
 
-@tree
+@tree_dataclass
 class Message:
     """What travels: factors, and where they are shared the parameters that are trained whole."""
 
