@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.arguments.bounds import check_bounds
-from ..core.errors import ConfigError, TaskError
+from ..core.errors import ConfigError, DataError, TaskError
 from ..core.key import Key
+from ..core.learning.losses import AUTO, Loss
 from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.text_formats import choose_format, render
@@ -32,6 +33,7 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
+from .objectives.preference_pairs import learns_pairs, make_preferences, score_pairs
 from .packed_attention import use_packed_attention
 from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
@@ -238,7 +240,12 @@ class Language:
 
 
 def load_with_texts(
-    texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
+    texts: Texts,
+    settings: LanguageSettings,
+    lora: Mapping[str, Any],
+    key: Key,
+    classes: Sequence[str] = (),
+    loss: Loss = AUTO,
 ) -> tuple[Dataset, Language]:
     """Tokens of texts, and the model that learns them; see :func:`load_language_model`.
 
@@ -247,26 +254,42 @@ def load_with_texts(
     _check_task(texts, settings)
     names = tuple(classes) or _classes(texts)
     settings = replace(settings, format=choose_format(texts, settings.format))
-    made = load_language_model(settings, lora, key, names)
+    if learns_pairs(loss) and texts.kind != "preferences":
+        raise DataError(
+            f"loss {loss.kind!r} learns from pairs of responses, and the rows of {texts.name!r} are {texts.kind}. Give rows "
+            "with 'chosen' and 'rejected', or leave loss.kind out"
+        )
+    made = load_language_model(settings, lora, key, names, loss)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     assert dataset.classes == names
+    if learns_pairs(loss):
+        dataset = make_preferences(dataset, made.model, loss)
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 
 def load_language_model(
-    settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
+    settings: LanguageSettings,
+    lora: Mapping[str, Any],
+    key: Key,
+    classes: tuple[str, ...],
+    loss: Loss = AUTO,
 ) -> Language:
-    """The model without texts; of a causal model ``classes`` are empty.
+    """The model without texts; a causal model has no classes.
 
     Args:
         settings: the base and the form of texts.
         lora: fields of ``peft.LoraConfig``.
         key: of new weights and of A.
         classes: their names.
+        loss: of the task; one of pairs of responses makes the model score them.
 
     Raises:
         FedlowrankError: if base and adapter do not fit.
     """
+    if learns_pairs(loss):
+        if settings.task != "causal":
+            raise ConfigError(f"loss {loss.kind!r} needs language.task = 'causal', not {settings.task!r}")
+        classes = ()
     loaded = load_base(settings, classes, key / "base")
     if settings.packing:
         use_packed_attention(loaded.model)
@@ -274,6 +297,8 @@ def load_language_model(
         add_embedding_noise(loaded.model, settings.neftune)
     model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
     loaded.model.config.use_cache = False
+    if learns_pairs(loss):
+        score_pairs(model, loss)
     return Language(settings, loaded, model)
 
 

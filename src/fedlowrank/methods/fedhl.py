@@ -58,7 +58,6 @@ from .families.lora_family import (
     Scaling,
     Tuning,
     initial_factors,
-    rank_of_factors,
     train_leaves,
 )
 
@@ -137,7 +136,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
-        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
+        rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         left = remainder(server.delta, rank, server.drawn) if self.residual else {}
         return Download(self.tuning.message(factors, server.rest), left)
@@ -150,7 +149,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Line 17."""
-        ranks = [self.tuning.rank_of(c, rank_of_factors(server.drawn)) for c in view.replied]
+        ranks = [self.tuning.rank_within(c, server.drawn) for c in view.replied]
         p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
         updates = [
             (server.scaling.at(r), factors)

@@ -21,12 +21,12 @@ from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.lora_clients import (
     average_factors,
+    describe_factor_update,
     describe_ranks,
     initial_rest,
     model_with_factors,
     send_factors,
     train_factors,
-    update_of_factors,
 )
 from .families.lora_family import Message, Scaling, Tuning, initial_factors
 
@@ -67,7 +67,7 @@ class FedIT(Method[Server, Params, Message, Message]):
     download = send_factors
     local_update = train_factors
     contribution = average_factors
-    update = update_of_factors
+    describe_update = describe_factor_update
     client_model = model_with_factors
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:

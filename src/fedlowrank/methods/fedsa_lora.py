@@ -23,9 +23,9 @@ from ..linalg.pair import Factors, Pair
 from .families.lora_clients import (
     adapted_model,
     average_factors,
+    describe_factor_update,
     describe_ranks,
     send_factors,
-    update_of_factors,
 )
 from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
 
@@ -70,13 +70,13 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """B = 0."""
         model = task.model(client)
-        rank = self.tuning.rank_of(client, lora_of(model).largest_rank)
+        rank = self.tuning.rank_of(client, lora_of(model))
         return Own({n: p.b for n, p in initial_factors(task, rank).items()}, self.tuning.own_rest(model))
 
     remarks = describe_ranks
     download = send_factors
     contribution = average_factors
-    update = update_of_factors
+    describe_update = describe_factor_update
 
     def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
         """Train both factors, send A."""

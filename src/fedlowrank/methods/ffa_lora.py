@@ -23,11 +23,11 @@ from ..linalg.pair import Factors, Pair
 from .families.lora_clients import (
     adapted_model,
     average_factors,
+    describe_factor_update,
     describe_ranks,
     initial_rest,
     leaves_of_message,
     send_factors,
-    update_of_factors,
 )
 from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
 
@@ -72,7 +72,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     client_init = initial_rest
     download = send_factors
     contribution = average_factors
-    update = update_of_factors
+    describe_update = describe_factor_update
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train B."""
@@ -95,7 +95,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""
         leaves = leaves_of_message(down, state)
-        rank = self.tuning.rank_of(view.info, lora_of(view.model).largest_rank)
+        rank = self.tuning.rank_of(view.info, lora_of(view.model))
         drawn = initial_factors(view.task, rank)
         return {"a": {n: p.a for n, p in drawn.items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
 

@@ -23,11 +23,11 @@ from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
 from .families.lora_clients import (
     collect_factors,
+    describe_factor_update,
     describe_ranks,
     initial_rest,
     model_with_factors,
     train_factors,
-    update_of_factors,
 )
 from .families.lora_family import Message, Scaling, Tuning, initial_factors, rank_of_factors
 
@@ -71,7 +71,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components."""
-        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
+        rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
@@ -79,7 +79,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     client_init = initial_rest
     local_update = train_factors
     contribution = collect_factors
-    update = update_of_factors
+    describe_update = describe_factor_update
     client_model = model_with_factors
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

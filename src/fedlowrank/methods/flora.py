@@ -102,7 +102,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
         lora = lora_of(view.model)
-        rank = self.tuning.rank_of(view.info, lora.largest_rank)
+        rank = self.tuning.rank_of(view.info, lora)
         base = self._base(state, down, lora)
         start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)

@@ -102,7 +102,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
-        own = self.tuning.rank_of(client, rank_of_factors(server.factors))
+        own = self.tuning.rank_within(client, server.factors)
         rank = server.ranks.get(str(client.id), own)
         factors = scale_factors(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
@@ -134,7 +134,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             "reached": Sum(reached, counts=True),
             "rest": Mean(upload.rest, n),
         }
-        pruned = Each(None if rank == self.tuning.rank_of(client, top) else rank)
+        pruned = Each(None if rank == self.tuning.rank_within(client, server.factors) else rank)
         return {**found, "pruned": pruned} if self.prune < 1 else found
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

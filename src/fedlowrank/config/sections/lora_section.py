@@ -22,7 +22,7 @@ class LoraSettings(CheckedFields):
 
     Attributes:
         ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
-            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
+            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all, which is r by default.
         r: rank that the layers are made for, lowered where it is above what a layer can have; None adds
             updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.

@@ -1,0 +1,1 @@
+"""What a language model learns from other than the next token."""
