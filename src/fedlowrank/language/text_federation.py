@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +28,7 @@ from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
 from ..results.records import RoundRecord
+from ..storage.digest import digest_of
 from .artifacts import METADATA
 from .base_model import LanguageBase, LoadedBase, load_base
 from .embedding_noise import add_embedding_noise
@@ -37,6 +40,7 @@ from .objectives.preference_pairs import learns_pairs, make_preferences, score_p
 from .packed_attention import use_packed_attention
 from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
+from .start_adapter import WEIGHTS, fields_with_start, load_start
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
@@ -102,17 +106,27 @@ class Language:
         loaded: the base with its tokenizer.
         model: a ``peft.PeftModel`` of the base.
         export: of the section ``[export]``: how models are written for other programs.
+        start: folder of the adapter that the factors start from, or None.
     """
 
     settings: LanguageSettings
     loaded: LoadedBase
     model: Any
     export: ExportSettings = ExportSettings()
+    start: Path | None = None
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digest of each file that all machines must have: those of the base and of the start."""
+        found = dict(self.loaded.files)
+        if self.start is not None:
+            found[f"start/{WEIGHTS}"] = digest_of((self.start / WEIGHTS).read_bytes())
+        return found
 
     def describe(self) -> dict[str, Any]:
         """What a resumed run must find unchanged."""
         adapter = {n: str(getattr(self.model.peft_config[ADAPTER], n)) for n in _RESULT_FIELDS}
-        return {"files": dict(self.loaded.files), "adapter": adapter}
+        return {"files": self.files, "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
         """The code, with the base frozen inside."""
@@ -278,7 +292,7 @@ def load_language_model(
 
     Args:
         settings: the base and the form of texts.
-        lora: fields of ``peft.LoraConfig``.
+        lora: fields of ``peft.LoraConfig``; and ``start``, the folder of an adapter to start from, or None.
         key: of new weights and of A.
         classes: their names.
         loss: of the task; one of pairs of responses makes the model score them.
@@ -295,11 +309,18 @@ def load_language_model(
         use_packed_attention(loaded.model)
     if settings.neftune:
         add_embedding_noise(loaded.model, settings.neftune)
-    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
+    fields = dict(lora)
+    start = fields.pop("start", None)
+    folder = None if start is None else Path(os.path.expandvars(start)).expanduser()
+    if folder is not None:
+        fields = fields_with_start(folder, fields)
+    model = attach_adapter(loaded.model, lora_config(fields), key / "adapter", loaded.head)
+    if folder is not None:
+        load_start(model, folder)
     loaded.model.config.use_cache = False
     if learns_pairs(loss):
         score_pairs(model, loss)
-    return Language(settings, loaded, model)
+    return Language(settings, loaded, model, start=folder)
 
 
 def _classes(texts: Texts) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, T
 from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.tree import Params, tree_dataclass
-from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas
+from ..linalg.delta import Delta, DeltaForm, FactorSplit
 from ..linalg.pair import Factors
 from .families.effective_delta import (
     Truncated,
@@ -41,6 +41,7 @@ from .families.effective_delta import (
     is_half,
     ranks_of,
     remainder,
+    starting_deltas,
     truncation_energy,
     weighted_sum,
     whole,
@@ -128,9 +129,9 @@ class FedHL(Method[Server, Params, Download, Message]):
         return found
 
     def server_init(self, task: Task) -> Server:
-        """W_0 = 0."""
+        """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        delta = initial_deltas(lora_of(model).shapes, self.form, max(ranks))
+        delta = starting_deltas(model, self.form, max(ranks))
         drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 

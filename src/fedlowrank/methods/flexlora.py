@@ -18,9 +18,9 @@ from typing import Any
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree_dataclass
-from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas, update_deltas
+from ..linalg.delta import Delta, DeltaForm, FactorSplit, update_deltas
 from ..linalg.pair import Factors
-from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
+from .families.effective_delta import first_components, ranks_of, starting_deltas, weighted_blocks, whole
 from .families.lora_clients import (
     collect_factors,
     describe_factor_update,
@@ -63,11 +63,11 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     )
 
     def server_init(self, task: Task) -> Server:
-        """W = 0."""
+        """W = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        return Server(initial_deltas(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
+        return Server(starting_deltas(model, self.form, max(ranks)), drawn, rest, scaling)
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components."""

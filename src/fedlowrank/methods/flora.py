@@ -34,6 +34,7 @@ from .families.lora_family import (
     leaves_of,
     model_parameters,
     rank_of_factors,
+    scale_factors,
     train_leaves,
 )
 
@@ -84,12 +85,13 @@ class FLoRA(Method[Server, Own, Download, Message]):
     contribution = collect_factors
 
     def server_init(self, task: Task) -> Server:
-        """No stack yet."""
+        """No stack yet, or the model's trained factors as the first."""
         self.tuning.ranks(task, self.title)
         model = task.common_model(self.title)
-        return Server(
-            UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        )
+        lora, history = lora_of(model), UpdateHistory([], {})
+        if lora.trained:
+            history = history.with_update(scale_factors(lora.trained, lora.scale), [], self.tuning.wire)
+        return Server(history, self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""

@@ -72,11 +72,14 @@ class PeftSettings(pydantic.BaseModel):
 
     Attributes:
         ranks: of the clients; see :class:`LoraSettings`.
+        start: folder of an adapter of PEFT that all clients start from; r, lora_alpha and target_modules are those of the
+            adapter unless they are set.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
     ranks: tuple[int, ...] = ()
+    start: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> PeftSettings:

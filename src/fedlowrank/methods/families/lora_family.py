@@ -192,9 +192,36 @@ def rank_of_factors(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
 
 
 def initial_factors(task: Task, rank: int) -> Factors:
-    """Initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
+    """Random initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
     model = next(iter(task.architectures.values()))
     return lora_of(model).initial_factors(rank, task.key / "lora")
+
+
+def starting_factors(task: Task, method: str, rank: int, scale: float) -> Factors:
+    """What clients begin with: the trained factors of the model, and random ones beyond their rank.
+
+    Args:
+        task: with the model.
+        method: its title, for messages.
+        rank: of all layers that can have it.
+        scale: s of the product.
+
+    Raises:
+        TaskError: if trained factors have a higher rank.
+    """
+    lora, found = lora_of(next(iter(task.architectures.values()))), initial_factors(task, rank)
+    for name, trained in lora.trained.items():
+        drawn = found[name]
+        if trained.rank > drawn.rank:
+            raise TaskError(
+                f"{method}: the adapter that the model starts from has rank {trained.rank} (layer {name}), and clients have "
+                f"rank {rank}. Set lora.ranks to at least {trained.rank}, or choose fedhl, flexlora or flora, whose server "
+                "holds an update of any rank"
+            )
+        # B beyond the rank is zero, or of an embedding A
+        b = torch.cat([trained.b * (lora.scale / scale), drawn.b[:, trained.rank :]], 1)
+        found[name] = Pair(b, torch.cat([trained.a, drawn.a[trained.rank :]]))
+    return found
 
 
 def scale_factors(factors: Factors, scale: float) -> Factors:
