@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from evidence_claims import claims_table, comparisons_tables
+from evidence_claims import claims_table, comparisons_tables, papers
 from evidence_figures import draw
 from evidence_tables import (
     EXPERIMENTS,
@@ -268,7 +268,8 @@ def write() -> None:
             paste(RESULTS / found["page"], name, text)
     for page, text in comparisons_tables().values():
         paste(RESULTS / page, "claims", text)
-    paste(RESULTS / "index.md", "claims", claims_table())
+    for paper in papers():
+        paste(RESULTS / "index.md", f"claims {paper}", claims_table(paper))
     draw()
 
 
