@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 from evidence_tables import (
     FIGURES,
+    FOUND,
     RESULTS,
     ROOT,
     costs_to,
+    format_rate,
     list_seeds,
     paired_differences,
     read_figures,
@@ -29,9 +31,6 @@ from evidence_verdicts import MARGIN, MARKS, Judgment, judge_claim, judge_differ
 
 from fedlowrank.report.statistics.significance import ALPHA, correct_holm
 from fedlowrank.report.tables.number_formats import format_signed
-
-FOUND = 0.995
-"""Adjusted Rand index from which a run has found the true clusters."""
 
 
 class Case(NamedTuple):
@@ -58,8 +57,7 @@ class Case(NamedTuple):
         """The estimate with its interval and its marks."""
         found = self.judged
         if self.unit == "runs":
-            text = f"{round(found.value * found.n)} of {found.n} runs [{found.low:.0%}, {found.high:.0%}]"
-            text = text.replace("%", " %")
+            text = format_rate(round(found.value * found.n), found.n, found.low, found.high)
         else:
             text = format_signed(f"{found.value:+.{self.digits}f}")
             if not math.isnan(found.low):
@@ -191,18 +189,16 @@ def nearest_case(cases: Sequence[Case]) -> Case:
 
 
 def comparisons_tables() -> dict[str, tuple[str, str]]:
-    """For each paper its page, and the table of its claims with all comparisons."""
+    """For each paper its page, and its claims, each with its verdict and the table of its comparisons."""
     found = {}
     for paper, of_paper in itertools.groupby(judge_claims(), lambda judged: judged[0]["paper"]):
         rows = list(of_paper)
-        lines = [
-            table_row(["claim and comparison", "the paper", "here", "inside", "task", "diverged", "mark"]),
-            "| :--- | ---: | :--- | :--- | :--- | :--- | :--- |",
-            *(line for judged in rows for line in _claim_rows(*judged)),
-        ]
         about = f"{paper}: differences behind the verdicts, with their 95 % intervals"
-        lines.append(f"\n![{about}](figures/{paper.lower()}-claims.svg)")
-        found[paper] = rows[0][0]["page"], "\n".join(lines)
+        parts = [
+            f"![{about}](figures/{paper.lower()}-claims.svg)",
+            *(_describe_claim(*judged) for judged in rows),
+        ]
+        found[paper] = rows[0][0]["page"], "\n\n".join(parts)
     return found
 
 
@@ -229,27 +225,24 @@ def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> st
     return table_row([name, effect, here, task, near.inside, " / ".join(map(str, counts)), f"**{verdict}**"])
 
 
-def _claim_rows(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> list[str]:
-    """A row for the claim with its verdict, the paper's words and ours, and one for each comparison."""
-    notes = f"<br>The paper: {claim['reported']}" + (
-        f"<br>Here: {claim['measured']}" if "measured" in claim else ""
-    )
-    head = table_row([f"**{claim['claim']}**{notes}", "", "", "", "", "", f"**{verdict}**"])
-    rows = [
-        table_row(
-            [
-                label_of(claim, case),
-                case.reported,
-                case.estimate,
-                case.inside,
-                "matched" if case.is_matched else "proxy",
-                _format_diverged(case),
-                case.judged.mark,
-            ]
-        )
-        for case in cases
-    ]
-    return [head, *rows]
+def _describe_claim(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
+    """The claim with its verdict, what the paper and these experiments say of it, and a row for each comparison."""
+    said = [("The paper", claim["reported"]), ("Here", claim.get("measured", ""))]
+    lines = [f"**{claim['claim']}** Verdict: **{verdict}**.", ""]
+    lines += [f"- {who}: {sentence}" for who, text in said for sentence in split_sentences(text)]
+    if cases:
+        head = ["comparison", "the paper", "here", "inside", "task", "diverged", "mark"]
+        lines += ["", table_row(head), "| :--- | ---: | :--- | :--- | :--- | :--- | :--- |"]
+    for case in cases:
+        task, lost = "matched" if case.is_matched else "proxy", _format_diverged(case)
+        cells = [case.reported, case.estimate, case.inside, task, lost, case.judged.mark]
+        lines.append(table_row([label_of(claim, case), *cells]))
+    return "\n".join(lines)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of a text; a capital after a full stop begins one."""
+    return [sentence for sentence in re.split(r"(?<=\.) (?=[A-ZÀ-Ωα-ω])", text) if sentence]
 
 
 def _format_diverged(case: Case) -> str:

@@ -13,12 +13,15 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
+from evidence_verdicts import wilson_interval
 from scipy import integrate
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
 from fedlowrank.report.tables.number_formats import format_signed
 
+FOUND = 0.995
+"""Adjusted Rand index from which a run has found the true clusters."""
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments" / "evidence"
 RESULTS = ROOT / "docs" / "results"
@@ -196,17 +199,19 @@ def truncation_table(name: str, method: str) -> str:
 
 
 def recovery_table(name: str) -> str:
-    """Adjusted Rand index of every run whose method has shares of clusters as Markdown."""
+    """Adjusted Rand index of every run whose method has shares of clusters, and how many find them, as Markdown."""
     rows = pd.read_csv(FIGURES / f"{name}-recovery.csv").pivot(index="method", columns="seed", values="index")
     rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
     titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
     lines = [
-        table_row(["seed", *map(str, rows.columns), "mean"]),
-        "| :--- |" + " ---: |" * (len(rows.columns) + 1),
+        table_row(["seed", *map(str, rows.columns), "mean", "runs that find the clusters"]),
+        "| :--- |" + " ---: |" * (len(rows.columns) + 2),
     ]
     for method, row in rows.iterrows():
         cells = ["diverged" if pd.isna(value) else f"{value:.2f}" for value in row]
-        lines.append(table_row([titles[method], *cells, f"{row.mean():.2f}"]))
+        found, run = int((row >= FOUND).sum()), len(list_seeds(name))
+        rate = format_rate(found, run, *wilson_interval(found, run))
+        lines.append(table_row([titles[method], *cells, f"{row.mean():.2f}", rate]))
     return "\n".join(lines)
 
 
@@ -304,6 +309,11 @@ def format_difference(found: Difference, scale: float, digits: int) -> str:
     if math.isnan(found.low):
         return mean
     return f"{mean} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]".replace("-", "−")
+
+
+def format_rate(successes: int, n: int, low: float, high: float) -> str:
+    """A number of successful runs with the interval of its share."""
+    return f"{successes} of {n} runs [{low:.0%}, {high:.0%}]".replace("%", " %")
 
 
 def paste(page: Path, name: str, text: str) -> None:

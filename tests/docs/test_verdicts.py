@@ -83,6 +83,14 @@ def values_of(case: dict[str, Any], side: str) -> dict[int, float]:
     return areas
 
 
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share by his formula."""
+    z = stats.norm.ppf(0.975)
+    center = (k / n + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * (k / n * (1 - k / n) / n + z**2 / (4 * n**2)) ** 0.5
+    return max(0.0, center - half), min(1.0, center + half)
+
+
 class Found:
     """One comparison: estimate, interval, p-value, mark, whether it is equivalent, and how it is printed."""
 
@@ -94,10 +102,8 @@ class Found:
             self._compare(case)
 
     def _count(self, case: dict[str, Any]) -> None:
-        k, n, z = successes(case), runs_planned(case["experiment"]), stats.norm.ppf(0.975)
-        center = (k / n + z**2 / (2 * n)) / (1 + z**2 / n)
-        half = z / (1 + z**2 / n) * (k / n * (1 - k / n) / n + z**2 / (4 * n**2)) ** 0.5
-        self.ends = max(0.0, center - half), min(1.0, center + half)
+        k, n = successes(case), runs_planned(case["experiment"])
+        self.ends = wilson(k, n)
         self.mark = "for" if self.ends[0] > 0.5 else "against" if self.ends[1] < 0.5 else "open"
         self.p = stats.chi2.sf((k - n / 2) ** 2 / (n / 4), 1)
         self.text = f"{k} of {n} runs [{100 * self.ends[0]:.0f} %, {100 * self.ends[1]:.0f} %]"
@@ -214,10 +220,12 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
     counts = [sum(stands), *(marks.count(mark) for mark in ("for", "open", "against"))]
     assert row[-2] == " / ".join(map(str, counts))
 
-    lines = (RESULTS / claim["page"]).read_text().split("<!-- evidence claims -->")[1].splitlines()
-    (start,) = (i for i, line in enumerate(lines) if line.startswith(f"| **{claim['claim']}**"))
-    assert cells(lines[start])[-1] == f"**{verdict}**"
-    for case, one, strong, line in zip(cases, found, stands, lines[start + 1 :], strict=False):
+    text = (RESULTS / claim["page"]).read_text().split("<!-- evidence claims -->")[1]
+    heading = f"**{claim['claim']}** Verdict: **{verdict}**."
+    assert text.count(heading) == 1
+    lines = text.split(heading)[1].split("\n**")[0].splitlines()
+    lines = [line for line in lines if line.startswith("| ")][2:]
+    for case, one, strong, line in zip(cases, found, stands, lines, strict=True):
         label, _, estimate, inside, task, diverged, mark = cells(line)
         assert label.endswith(case["label"])
         assert one.text in estimate
@@ -247,6 +255,18 @@ def read_effect(effect: str) -> float:
 
     first, second = names.split(" - ")
     return round(number(first) - number(second), 2)
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "evidence").glob("*-recovery.csv")), ids=lambda p: p.stem)
+def test_a_table_counts_the_runs_that_find_the_clusters(path: Path) -> None:
+    name = path.stem.removesuffix("-recovery")
+    table = (RESULTS / "floral.md").read_text().split(f"<!-- evidence {name} -->")[1].split("<!-- end -->")[0]
+    titles = json.loads(path.with_name(f"{name}.json").read_text())["titles"]
+    for method in {row["method"] for row in read(path.stem)}:
+        k = successes({"experiment": name, "method": method, "rate": "found"})
+        low, high = (f"{100 * end:.0f} %" for end in wilson(k, 5))
+        (row,) = re.findall(rf"^\| {re.escape(titles[method])} \|.* runs \[.*$", table, flags=re.MULTILINE)
+        assert cells(row)[-1].rstrip(" |") == f"{k} of 5 runs [{low}, {high}]"
 
 
 def test_diverged_seeds_are_those_of_the_record() -> None:
