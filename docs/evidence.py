@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from evidence_claims import claims_table, comparisons_tables, papers
+from evidence_claims import claims_table, comparisons_tables, papers, verdicts_table
 from evidence_figures import draw
 from evidence_tables import (
     EXPERIMENTS,
@@ -268,6 +268,7 @@ def write() -> None:
             paste(RESULTS / found["page"], name, text)
     for page, text in comparisons_tables().values():
         paste(RESULTS / page, "claims", text)
+    paste(RESULTS / "index.md", "verdicts", verdicts_table())
     for paper in papers():
         paste(RESULTS / "index.md", f"claims {paper}", claims_table(paper))
     draw()

@@ -27,7 +27,7 @@ from evidence_tables import (
     table_row,
     unit_of,
 )
-from evidence_verdicts import MARGIN, MARKS, Judgment, judge_claim, judge_difference, judge_rate
+from evidence_verdicts import MARGIN, MARKS, VERDICTS, Judgment, judge_claim, judge_difference, judge_rate
 
 from fedlowrank.report.statistics.significance import ALPHA, correct_holm
 from fedlowrank.report.tables.number_formats import format_signed
@@ -169,16 +169,8 @@ def count_successes(case: dict[str, Any]) -> int:
 
 def claims_table(paper: str) -> str:
     """The verdict of every claim of a paper in a short table."""
-    head = [
-        "claim",
-        "the paper",
-        "here, nearest comparison",
-        "task",
-        "inside",
-        "† / for / open / against",
-        "verdict",
-    ]
-    lines = [table_row(head), "| :--- | ---: | :--- | :--- | :--- | :--- | :--- |"]
+    head = ["claim", "the paper", "here, nearest comparison", "task", "inside", *MARKS, "verdict"]
+    lines = [table_row(head), "| :--- | ---: | :--- | :--- | :--- | ---: | ---: | ---: | :--- |"]
     lines += [_short_row(*judged) for judged in judge_claims() if judged[0]["paper"] == paper]
     return "\n".join(lines)
 
@@ -215,14 +207,29 @@ def label_of(claim: dict[str, Any], case: Case) -> str:
 def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
     name = f"[{claim['claim']}]({_link(claim, cases)})"
     if not cases:
-        return table_row([name, claim.get("effect", "–"), claim["found"], "", "", "", verdict])
+        return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
     near = nearest_case(cases)
-    marks = [case.judged.mark for case in cases]
-    counts = [sum(case.is_strong for case in cases), *(marks.count(mark) for mark in MARKS)]
     effect = near.reported if near.effects else claim.get("effect", "–")
-    here = f"{near.estimate}<br>{near.label}"
-    task = "matched" if near.is_matched else "proxy"
-    return table_row([name, effect, here, task, near.inside, " / ".join(map(str, counts)), f"**{verdict}**"])
+    here = f"{near.estimate}<br>{near.label}" + (", loss" if near.unit == "loss" else "")
+    task, counts = "matched" if near.is_matched else "proxy", [_count_mark(cases, mark) for mark in MARKS]
+    return table_row([name, effect, here, task, near.inside, *counts, f"**{verdict}**"])
+
+
+def _count_mark(cases: Sequence[Case], mark: str) -> str:
+    """Number of comparisons with a mark, and of those that stand after correction."""
+    marked = [case for case in cases if case.judged.mark == mark]
+    strong = sum(case.is_strong for case in marked)
+    return str(len(marked)) + (f" ({strong}†)" if strong else "")
+
+
+def verdicts_table() -> str:
+    """Number of claims with each verdict, by paper."""
+    judged = judge_claims()
+    lines = [table_row(["paper", *VERDICTS]), "| :--- |" + " ---: |" * len(VERDICTS)]
+    for paper in [*papers(), "all"]:
+        found = [verdict for claim, _, verdict in judged if paper in (claim["paper"], "all")]
+        lines.append(table_row([paper, *(str(found.count(verdict)) for verdict in VERDICTS)]))
+    return "\n".join(lines)
 
 
 def _describe_claim(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
@@ -259,10 +266,3 @@ def _link(claim: dict[str, Any], cases: Sequence[Case]) -> str:
     title = re.findall(r"^##+ (.*)$", above, flags=re.MULTILINE)[-1]
     anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
     return f"{page}#{anchor}"
-
-
-def count_all() -> tuple[int, int, int]:
-    """Number of claims, of comparisons, and of comparisons marked †."""
-    judged = judge_claims()
-    every = [case for _, cases, _ in judged for case in cases]
-    return len(judged), len(every), sum(case.is_strong for case in every)

@@ -16,6 +16,8 @@ MARGIN = 1.0
 """Differences within this many points of accuracy are equivalent."""
 MARKS = ("for", "open", "against")
 """What a comparison says about its claim."""
+VERDICTS = ("holds", "holds in part", "depends", "does not hold", "equivalent", "undecided", "no interval")
+"""What the comparisons of a claim say about it; no interval is a claim without comparisons."""
 
 
 class Judgment(NamedTuple):

@@ -198,7 +198,7 @@ def cases_of(claim: dict[str, Any]) -> list[dict[str, Any]]:
 
 def cells(line: str) -> list[str]:
     """Cells of a row of Markdown."""
-    return [cell.strip() for cell in line.strip("|\n").split(" | ")]
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
 
 
 @pytest.mark.few(8)
@@ -216,9 +216,9 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
         if f"| [{claim['claim']}](" in line
     )
     assert row[-1] == f"**{verdict}**"
-    marks = [one.mark for one in found]
-    counts = [sum(stands), *(marks.count(mark) for mark in ("for", "open", "against"))]
-    assert row[-2] == " / ".join(map(str, counts))
+    for mark, cell in zip(("for", "open", "against"), row[-4:-1], strict=True):
+        own = [strong for one, strong in zip(found, stands, strict=True) if one.mark == mark]
+        assert cell == str(len(own)) + (f" ({sum(own)}†)" if any(own) else "")
 
     text = (RESULTS / claim["page"]).read_text().split("<!-- evidence claims -->")[1]
     heading = f"**{claim['claim']}** Verdict: **{verdict}**."
@@ -241,6 +241,23 @@ def test_a_claim_is_judged_as_the_protocol_says(claim: dict[str, Any]) -> None:
                 for side in ("method", "against")
             ]
             assert diverged == (f"{lost[0]} / {lost[1]}" if any(lost) else "")
+
+
+def test_the_first_table_counts_the_verdicts() -> None:
+    text = (RESULTS / "index.md").read_text()
+    head, _, *rows = text.split("<!-- evidence verdicts -->")[1].split("<!-- end -->")[0].strip().splitlines()
+    verdicts = {
+        cell.strip("*") for line in text.splitlines() if line.startswith("| [") for cell in cells(line)[-1:]
+    }
+    for paper, *counts in map(cells, rows):
+        part = (
+            text
+            if paper == "all"
+            else text.split(f"<!-- evidence claims {paper} -->")[1].split("<!-- end -->")[0]
+        )
+        found = [cells(line)[-1].strip("*") for line in part.splitlines() if line.startswith("| [")]
+        assert counts == [str(found.count(verdict)) for verdict in cells(head)[1:]]
+        assert verdicts <= set(cells(head)[1:])
 
 
 def read_effect(effect: str) -> float:
