@@ -80,6 +80,23 @@ def test_runs_are_summarized_by_round_and_series() -> None:
     assert losses.set_index(["series", "round"]).loc["personal", 3]["worst"] == 0.9
 
 
+def test_clients_and_costs_of_rounds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "FIGURES", tmp_path)
+    runs, rounds = rows()
+    runs["n"] = 10
+    evidence.keep_details("new", runs, rounds.assign(seconds_train=0.25))
+    clients = pd.read_csv(tmp_path / "new-clients.csv.gz").set_index(["series", "client", "split"])
+    # two clients, two series, two splits of the last round
+    assert len(clients) == 8
+    assert clients.loc[("server", 1, "test"), ["accuracy", "loss", "n"]].tolist() == [0.4, 9.0, 10]
+    costs = pd.read_csv(tmp_path / "new-rounds.csv.gz")
+    assert costs["bytes_up"].tolist() == [0, 10, 20, 30]
+    assert costs["seconds_train"].tolist() == [0.25] * 4
+    before = (tmp_path / "new-clients.csv.gz").read_bytes()
+    evidence.keep_details("new", runs, rounds.assign(seconds_train=0.25))
+    assert (tmp_path / "new-clients.csv.gz").read_bytes() == before
+
+
 @pytest.mark.full
 def test_a_repeated_run_is_compared_in_every_round() -> None:
     committed = evidence.summarize_runs(*rows())
