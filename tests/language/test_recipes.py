@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,7 @@ def conversations(folder: Path) -> None:
 
 
 def test_every_recipe_is_tried_here() -> None:
-    assert {p.stem for p in RECIPES.glob("*.toml")} == {
-        *FAMILIES,
-        "classification",
-        "preferences",
-        "base-chat",
-    }
+    assert {p.stem for p in RECIPES.glob("*.toml")} == {*FAMILIES, "classification", "base-chat"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -109,17 +103,3 @@ def test_the_recipe_for_classes_trains_two_steps(bert: Path, tmp_path: Path) -> 
     experiment = ExperimentConfig.read(RECIPES / "classification.toml", changes)
     run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
     assert run.step().steps >= 3
-
-
-def test_the_recipe_for_preferences_trains_two_steps(llama: Path, tmp_path: Path) -> None:
-    for site in range(3):
-        rows = [{"prompt": f"who is {i}?", "chosen": "the fox", "rejected": f"dog {site}"} for i in range(24)]
-        (tmp_path / f"site{site}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    base = family("smollm-chat", llama, tmp_path / "base")
-    changes = [f"language.path={base}", f"data.path={tmp_path}/*.jsonl", "language.context=200"]
-    changes += ["run.device=cpu", "run.rounds=2", "defaults.steps=1", "defaults.batch_size=4"]
-    experiment = ExperimentConfig.read(RECIPES / "preferences.toml", changes)
-    run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
-    losses = [next(iter(run.step().loss.values())) for _ in range(2)]
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert losses[1] != losses[0]

@@ -90,9 +90,7 @@ def share_data(experiment: FederationSettings) -> Shares:
         dataset = experiment.data.load(experiment.run.seed)
     else:
         texts: Any = experiment.data.source.load()
-        dataset, language = language_models.load_with_texts(
-            texts, *_language_settings(experiment), loss=experiment.loss
-        )
+        dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
         language = _complete_language(experiment, language)
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
@@ -112,7 +110,7 @@ def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> L
     """Load the language model for classes of those names; None where the experiment has none."""
     if experiment.language is None:
         return None
-    made = language_models.load_language_model(*_language_settings(experiment), classes, experiment.loss)
+    made = language_models.load_language_model(*_language_settings(experiment), classes)
     return _complete_language(experiment, made)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss, class_axis
-from ..core.learning.preference_losses import OF_PAIRS
 from .dataset import ClientData, Examples
 from .partitioning.checks import describe_array
 
@@ -32,18 +31,12 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
     if kind in ("auto", "next_token") and first.tokens and first.y.ndim > 2:
         raise DataError(
             f"the data are pairs of responses to one prompt, labels {describe_array(first.y)}, and loss {kind!r} learns "
-            "one response. Set loss.kind = 'dpo' or 'orpo', or give data of another form, such as messages"
-        )
-    if kind in OF_PAIRS and not _are_pairs(first):
-        raise DataError(
-            f"loss {kind!r} learns from pairs of responses to one prompt, of which one is preferred, and a language model; "
-            f"these data have labels {describe_array(first.y)}. Give rows with 'chosen' and 'rejected', and set "
-            "language.path; for other data leave loss.kind out"
+            "one response. Choose a loss of preferences, or data of another form, such as messages"
         )
     if kind == "auto":
         predicts_tokens = first.tokens and not classes
         return Loss("cross_entropy") if first.is_dense and not predicts_tokens else loss
-    if loss.is_own or kind in OF_PAIRS:
+    if loss.is_own:
         return loss
     if first.regression and kind not in OF_REAL_TARGETS:
         raise DataError(
@@ -69,12 +62,6 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
     if loss.is_binary(first.y):
         _check_binary(loss, clients)
     return loss
-
-
-def _are_pairs(examples: Examples) -> bool:
-    """Whether each example is a pair of texts."""
-    x = examples.x
-    return isinstance(x, dict) and {"labels", "attention_mask"} <= set(x) and x["attention_mask"].ndim == 3
 
 
 def _are_own_ids(examples: Examples) -> bool:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.arguments.bounds import check_bounds
-from ..core.errors import ConfigError, DataError, TaskError
+from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
-from ..core.learning.losses import AUTO, Loss
 from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.text_formats import choose_format, render
@@ -36,7 +35,6 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
-from .objectives.preference_pairs import learns_pairs, make_preferences, score_pairs
 from .packed_attention import use_packed_attention
 from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
@@ -259,7 +257,6 @@ def load_with_texts(
     lora: Mapping[str, Any],
     key: Key,
     classes: Sequence[str] = (),
-    loss: Loss = AUTO,
 ) -> tuple[Dataset, Language]:
     """Tokens of texts, and the model that learns them; see :func:`load_language_model`.
 
@@ -268,16 +265,9 @@ def load_with_texts(
     _check_task(texts, settings)
     names = tuple(classes) or _classes(texts)
     settings = replace(settings, format=choose_format(texts, settings.format))
-    if learns_pairs(loss) and texts.kind != "preferences":
-        raise DataError(
-            f"loss {loss.kind!r} learns from pairs of responses, and the rows of {texts.name!r} are {texts.kind}. Give rows "
-            "with 'chosen' and 'rejected', or leave loss.kind out"
-        )
-    made = load_language_model(settings, lora, key, names, loss)
+    made = load_language_model(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     assert dataset.classes == names
-    if learns_pairs(loss):
-        dataset = make_preferences(dataset, made.model, loss)
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 
@@ -286,24 +276,18 @@ def load_language_model(
     lora: Mapping[str, Any],
     key: Key,
     classes: tuple[str, ...],
-    loss: Loss = AUTO,
 ) -> Language:
-    """The model without texts; a causal model has no classes.
+    """The model without texts; of a causal model ``classes`` are empty.
 
     Args:
         settings: the base and the form of texts.
         lora: fields of ``peft.LoraConfig``; and ``start``, the folder of an adapter to start from, or None.
         key: of new weights and of A.
         classes: their names.
-        loss: of the task; one of pairs of responses makes the model score them.
 
     Raises:
         FedlowrankError: if base and adapter do not fit.
     """
-    if learns_pairs(loss):
-        if settings.task != "causal":
-            raise ConfigError(f"loss {loss.kind!r} needs language.task = 'causal', not {settings.task!r}")
-        classes = ()
     loaded = load_base(settings, classes, key / "base")
     if settings.packing:
         use_packed_attention(loaded.model)
@@ -318,8 +302,6 @@ def load_language_model(
     if folder is not None:
         load_start(model, folder)
     loaded.model.config.use_cache = False
-    if learns_pairs(loss):
-        score_pairs(model, loss)
     return Language(settings, loaded, model, start=folder)
 
 

@@ -36,20 +36,14 @@ TOKENS = 4096
 
 def chunk_size(examples: Examples) -> int:
     """Examples at once where no gradient is taken."""
-    mask = _token_mask(examples.x)
-    return CHUNK if mask is None else max(1, min(CHUNK, TOKENS // mask.shape[1:].numel()))
-
-
-def _token_mask(x: Any) -> Tensor | None:
-    """Which tokens are no padding, of texts ``[n, T]`` or of pairs of texts ``[n, 2, T]``; None of other inputs."""
-    mask = x.get("attention_mask") if isinstance(x, dict) else None
-    return None if mask is None or mask.ndim not in (2, 3) else mask
+    width = _width(examples)
+    return CHUNK if width is None else max(1, min(CHUNK, TOKENS // width))
 
 
 def _width(examples: Examples) -> int | None:
     """Tokens of the longest example, or None where examples are no texts."""
-    mask = _token_mask(examples.x)
-    return None if mask is None else mask.shape[-1]
+    mask = examples.x.get("attention_mask") if isinstance(examples.x, dict) else None
+    return None if mask is None or mask.ndim != 2 else mask.shape[1]
 
 
 @dataclass(frozen=True)
@@ -187,17 +181,17 @@ class LocalData:
 
     @cached_property
     def lengths(self) -> Tensor | None:
-        """Tokens of each example ``[n]``, of a pair those of its longer text, on the CPU; None if no texts."""
-        mask = _token_mask(self.examples.x)
-        return None if mask is None else mask.sum(-1).reshape(len(mask), -1).amax(1).cpu()
+        """Tokens of each example ``[n]``, on the CPU, or None where examples are no texts."""
+        if _width(self.examples) is None or not isinstance(self.examples.x, dict):
+            return None
+        return self.examples.x["attention_mask"].sum(1).cpu()
 
     @cached_property
     def _ends(self) -> np.ndarray | None:
         """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
-        mask = _token_mask(self.examples.x)
-        if mask is None:
+        if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
-        found: np.ndarray = sequence_lengths(mask).reshape(len(mask), -1).amax(1).cpu().numpy()
+        found: np.ndarray = sequence_lengths(self.examples.x["attention_mask"]).cpu().numpy()
         return found
 
     def _columns(self, some: np.ndarray | slice) -> int | None:
@@ -244,8 +238,11 @@ BatchSize = tuple[int, ...]
 
 def size_of(batch: Batch) -> BatchSize:
     """What the cost of a step depends on in a batch."""
-    mask = _token_mask(batch.x)
-    return (len(batch),) if mask is None else (len(batch), mask.shape[-1])
+    return (len(batch), *batch.x["attention_mask"].shape[1:]) if _text(batch.x) else (len(batch),)
+
+
+def _text(x: Any) -> bool:
+    return isinstance(x, dict) and "attention_mask" in x and x["attention_mask"].ndim == 2
 
 
 def channels_last(t: Tensor) -> Tensor:

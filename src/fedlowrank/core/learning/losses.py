@@ -10,7 +10,6 @@ one batch the means equal those of ``torch.nn.functional`` with ``reduction="mea
 - ``bce``, ``mse``, ``huber``: over all entries of the targets. ``mse`` is ‖s - y‖²/d for d targets an example, where
   ``auto`` is ½ ‖s - y‖².
 - ``next_token``: over all tokens that are predicted.
-- ``dpo``, ``orpo``: over the pairs of responses, see :mod:`.preference_losses`.
 - a function of the user's own: over the examples.
 """
 
@@ -30,7 +29,6 @@ from ..arguments.field_checks import CheckedFields
 from ..arguments.switch import Switch, check_switch
 from ..arguments.user_code import import_named
 from ..errors import ConfigError, LossError, did_you_mean
-from .preference_losses import OF_PAIRS, dpo_losses, orpo_losses
 
 IGNORE_INDEX = -100
 """Label that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -46,8 +44,6 @@ KINDS: Mapping[str, str] = {
     "mse": "mean squared error of real targets",
     "huber": "squared error up to delta, absolute error beyond",
     "focal": "cross-entropy, of real targets binary, with less weight on easy examples",
-    "dpo": "direct preference optimization: which of two responses is preferred, relative to the base model",
-    "orpo": "odds ratio preference optimization: next token of the preferred response, and the odds of both",
 }
 """Losses by name."""
 
@@ -61,18 +57,16 @@ class Loss(CheckedFields):
     """The loss of a task; every method minimizes it, and every evaluation reports it.
 
     Attributes:
-        kind: auto, cross_entropy, next_token, bce, mse, huber, focal, dpo or orpo (:data:`KINDS`); or
-            ``module:function`` of your own ``loss(scores, targets)``, which gives one number for each example ``[b]``.
+        kind: auto, cross_entropy, next_token, bce, mse, huber or focal (:data:`KINDS`); or ``module:function`` of
+            your own ``loss(scores, targets)``, which gives one number for each example ``[b]``.
         class_weights: weight of each class; of ``cross_entropy`` and ``focal``.
-        label_smoothing: of ``cross_entropy`` the share of the target that is spread evenly over the classes, in
-            [0, 1]; of ``dpo`` the share of preferences that are wrong, below 1/2.
+        label_smoothing: share of the target that is spread evenly over the classes, in [0, 1]; of
+            ``cross_entropy``.
         pos_weight: weight of positive targets, one number or one for each class (dimension 1 of the targets); of
             ``bce`` and ``focal``.
         ignore_index: label that does not count; of ``cross_entropy`` and ``focal``.
         gamma: γ ≥ 0 of ``focal``.
         delta: δ > 0 of ``huber``.
-        beta: β > 0 of ``dpo``: how strongly the model is held to the base.
-        odds_ratio_weight: λ ≥ 0 of ``orpo``.
 
     Raises:
         ConfigError: if there is no such kind, a number is out of range, or the kind does not read an option.
@@ -85,20 +79,16 @@ class Loss(CheckedFields):
     ignore_index: int = IGNORE_INDEX
     gamma: float = 2.0
     delta: float = 1.0
-    beta: float = 0.1
-    odds_ratio_weight: float = 0.1
 
     switch: ClassVar[Switch] = Switch(
         "kind",
         {
             "class_weights": ("cross_entropy", "focal"),
-            "label_smoothing": ("cross_entropy", "dpo"),
+            "label_smoothing": ("cross_entropy",),
             "pos_weight": OF_BINARY_TARGETS,
             "ignore_index": ("cross_entropy", "focal"),
             "gamma": ("focal",),
             "delta": ("huber",),
-            "beta": ("dpo",),
-            "odds_ratio_weight": ("orpo",),
         },
     )
 
@@ -109,9 +99,7 @@ class Loss(CheckedFields):
                 "named 'module:function'."
             )
         check_switch(self, self.switch, "loss")
-        bounds = {"label_smoothing": ">= 0 and < 0.5" if self.kind == "dpo" else ">= 0 and <= 1"}
-        bounds |= {"gamma": ">= 0", "delta": "> 0", "beta": "> 0", "odds_ratio_weight": ">= 0"}
-        check_bounds(self, bounds, "loss")
+        check_bounds(self, {"label_smoothing": ">= 0 and <= 1", "gamma": ">= 0", "delta": "> 0"}, "loss")
         weights = self.class_weights
         if weights is not None and (not weights or min(weights) < 0 or not max(weights) > 0):
             raise ConfigError(
@@ -164,12 +152,8 @@ class Loss(CheckedFields):
         """
         if self.is_own:
             return self._own(scores, y)
-        if self.kind == "dpo":
-            return dpo_losses(scores, y, self.label_smoothing)
-        if self.kind == "orpo":
-            return orpo_losses(scores, y, self.odds_ratio_weight)
         if self.predicts_tokens(y):
-            return next_token_losses(scores, y)
+            return _next_token(scores, y)
         if self.kind == "auto" and not _is_labels(y):
             return (scores - y).square().flatten(1).sum(1) / 2
         if self.kind == "auto" and y.ndim == 1:
@@ -192,7 +176,6 @@ class Loss(CheckedFields):
             or not _is_labels(y)
             or self.predicts_tokens(y)
             or (y.ndim == 1 and self.kind == "auto")
-            or self.kind in OF_PAIRS
         ):
             return None
         matters = y != self.ignore_index
@@ -312,7 +295,7 @@ def _is_labels(y: Tensor) -> bool:
     return not y.is_floating_point()
 
 
-def next_token_losses(scores: Tensor, y: Tensor) -> Tensor:
+def _next_token(scores: Tensor, y: Tensor) -> Tensor:
     """The mean over the tokens of each text that count; the scores at position t - 1 predict the token at t.
 
     On a CPU only the scores of tokens that count are looked at: of answers to long questions they are few, and over a large

@@ -88,19 +88,13 @@ def _counts(examples: Examples) -> tuple[int, int, int, int]:
     mask = examples.x["attention_mask"] != 0
     if not len(examples):
         return 0, 0, 0, 0
-    learnt = len(examples) if _labels(examples).ndim == 1 else int(_learnt(examples).sum())
+    learnt = len(examples) if examples.y.ndim == 1 else int(_learnt(examples).sum())
     return len(examples), int(mask.sum()), learnt, int(mask.sum(-1).max())
-
-
-def _labels(examples: Examples) -> Tensor:
-    """The labels of tokens, of pairs for a preference loss among the inputs; or classes."""
-    assert isinstance(examples.x, dict)
-    return examples.x.get("labels", examples.y)
 
 
 def _learnt(examples: Examples) -> Tensor:
     """Which tokens are learnt, [..., T]."""
-    learnt = _labels(examples) >= 0
+    learnt = examples.y >= 0
     if _predicts_own(examples):
         learnt = learnt.clone()
         # nothing predicts the first token
@@ -111,7 +105,7 @@ def _learnt(examples: Examples) -> Tensor:
 def _predicts_own(examples: Examples) -> bool:
     """Whether the labels are the tokens themselves."""
     assert isinstance(examples.x, dict)
-    ids, y = examples.x["input_ids"], _labels(examples)
+    ids, y = examples.x["input_ids"], examples.y
     return bool(ids.shape == y.shape and torch.equal(ids[y >= 0], y[y >= 0]))
 
 
@@ -131,7 +125,7 @@ def _choose(clients: dict[str, Examples], count: int) -> list[tuple[str, Example
 def _show(examples: Examples, row: int, tokenizer: Any) -> str:
     assert isinstance(examples.x, dict)
     ids, mask = examples.x["input_ids"][row], examples.x["attention_mask"][row] != 0
-    y = _labels(examples)[row]
+    y = examples.y[row]
     if y.ndim == 0:
         return f"{tokenizer.decode(ids[mask].tolist())}  -> class {int(y)}"
     if y.ndim == 2:

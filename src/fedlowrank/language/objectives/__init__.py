@@ -1,1 +1,0 @@
-"""What a language model learns from other than the next token."""
