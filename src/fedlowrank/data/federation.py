@@ -196,7 +196,8 @@ class Federation:
                     "nothing can be learnt. Look for detach(), torch.no_grad(), torch.inference_mode(), argmax "
                     "or rounding in its forward, as it is in training mode."
                 )
-            is_new = self.remarks is None and name not in remarks and not self.loss.is_own
+            reads_scores = not self.loss.is_own and not self.loss.is_preference
+            is_new = self.remarks is None and name not in remarks and reads_scores
             if (
                 is_new
                 and (not examples.regression or self.loss.is_binary(examples.y))

@@ -32,6 +32,7 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
+from .objectives.preference_pairs import RESPONSE_MASK, score_pairs
 from .packed_attention import use_packed_attention
 from .peft_adapter import ADAPTER, attach_adapter
 from .peft_config import lora_config
@@ -113,10 +114,12 @@ class Language:
         return {"files": dict(self.loaded.files), "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
-        """The code, with the base frozen inside."""
+        """The code, with the base frozen inside; of pairs of responses it makes two scores."""
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(NAME, self.model, dict(example), head)
         made.declare_repeatable()
+        if RESPONSE_MASK in example:
+            made.readout = score_pairs
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made

@@ -69,6 +69,11 @@ def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) ->
         raise TaskError(
             f"{method.title} works on classes and cannot learn a task without them; choose another method"
         )
+    if federation.loss.is_preference:
+        raise TaskError(
+            f"{method.title} works on classes, and loss {federation.loss.kind!r} compares responses, which are none; choose "
+            "another method"
+        )
     if federation.clients[0].train.is_dense:
         raise TaskError(
             f"{method.title} works on one class for each example, and these data have labels of pixels or tokens; "
