@@ -14,7 +14,6 @@ from ..core.contract.method import ClientInfo
 from ..core.errors import ConfigError
 from ..core.key import Key
 from ..core.learning.losses import Loss
-from ..core.learning.preference_losses import RESPONSES
 from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
 from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_client, subset
@@ -178,7 +177,7 @@ def assemble(
         data,
         infos,
         {n: m for n, m in models.items() if n in present},
-        RESPONSES if experiment.loss.is_preference else shares.classes,
+        shares.classes,
         experiment.run.seed,
         experiment.name,
         (*shares.notes, *(n for d in data for n in d.notes)),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss, class_axis
+from ..core.learning.preference_losses import REFERENCE, RESPONSE_MASK
 from .dataset import ClientData, Examples
 from .partitioning.checks import describe_array
 
@@ -70,13 +71,13 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
 def _check_pairs(loss: Loss, first: Examples) -> None:
     """Raise DataError if examples are no pairs of responses as a loss of preferences needs them."""
     inputs = first.x if isinstance(first.x, dict) else {}
-    if "response_mask" not in inputs:
+    if RESPONSE_MASK not in inputs:
         raise DataError(
             f"loss {loss.kind!r} learns from pairs of responses to one prompt, which come from an experiment with [language] "
             "and rows with 'prompt', 'chosen' and 'rejected'; these data have labels "
             f"{describe_array(first.y)}. Choose another loss"
         )
-    if ("reference" in inputs) != (loss.kind == "dpo"):
+    if (REFERENCE in inputs) != (loss.kind == "dpo"):
         raise DataError(
             f"these pairs of responses were made for another loss than {loss.kind!r}. Set [loss] in the experiment, so that "
             "they are made for this one"

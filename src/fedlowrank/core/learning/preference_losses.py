@@ -17,8 +17,8 @@ from torch.nn import functional
 PREFERENCE_LOSSES = "dpo", "orpo"
 """Losses of pairs of responses."""
 
-RESPONSES = "chosen", "rejected"
-"""Names of the responses of a pair, in their order."""
+RESPONSE_MASK, REFERENCE = "response_mask", "reference"
+"""Inputs of a pair beside its tokens: which tokens count, and what the base model makes of them."""
 
 
 def dpo_losses(log_ratios: Tensor, chosen: Tensor, beta: float, label_smoothing: float) -> Tensor:

@@ -12,11 +12,9 @@ from torch.nn import functional
 
 from ...core.errors import DataError
 from ...core.learning.losses import Loss, finds_tokens
+from ...core.learning.preference_losses import REFERENCE, RESPONSE_MASK
 from ...core.tree import wide_type
 from ...data.dataset import ClientData, Examples
-
-RESPONSE_MASK, REFERENCE = "response_mask", "reference"
-"""Inputs that are no inputs of the language model: which tokens count, and what the base makes of them."""
 
 
 def make_pairs(clients: Sequence[ClientData], loss: Loss, source: str) -> list[ClientData]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ...core.learning.preference_losses import REFERENCE
 from ...data.dataset import ClientData, Examples
 from ...models.architecture import Architecture
 from ...training.local_data import chunk_size, gather
-from .preference_pairs import REFERENCE
 
 
 def add_reference(
