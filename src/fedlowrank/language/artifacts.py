@@ -17,8 +17,8 @@ from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair, zero_pad_pair
 from .base_model import HEAD_NAMES
+from .lora.peft_adapter import ADAPTER
 from .optional import import_library, quiet
-from .peft_adapter import ADAPTER
 
 METADATA = "fedlowrank.json"
 

@@ -19,6 +19,7 @@ from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.arguments.bounds import check_bounds
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
+from ..core.learning.preference_losses import RESPONSE_MASK
 from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.text_formats import choose_format, render
@@ -35,10 +36,11 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
+from .lora.peft_adapter import ADAPTER, attach_adapter
+from .lora.peft_config import lora_config
+from .lora.start_adapter import WEIGHTS, fields_with_start, load_start
+from .objectives.preference_pairs import score_pairs
 from .packed_attention import use_packed_attention
-from .peft_adapter import ADAPTER, attach_adapter
-from .peft_config import lora_config
-from .start_adapter import WEIGHTS, fields_with_start, load_start
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
@@ -127,10 +129,12 @@ class Language:
         return {"files": self.files, "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
-        """The code, with the base frozen inside."""
+        """The code, with the base frozen inside; of pairs of responses it makes two scores."""
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(NAME, self.model, dict(example), head)
         made.declare_repeatable()
+        if RESPONSE_MASK in example:
+            made.readout = score_pairs
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made
@@ -320,5 +324,9 @@ def _check_task(texts: Texts, settings: LanguageSettings) -> None:
     """Reject texts of another task than the model's."""
     kind = texts.kind
     task = {"classes": "classification", "token_classes": "token_classification"}.get(kind, "causal")
+    if kind == "preferences" and settings.task != "causal":
+        raise ConfigError(
+            f"language.task is {settings.task!r}, but the rows are pairs of responses. Set it to 'causal'."
+        )
     if task != settings.task and "causal" not in (task, settings.task):
         raise ConfigError(f"language.task is {settings.task!r}, but the rows are {kind}. Set it to {task!r}.")

@@ -119,6 +119,8 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
                     (functional.logsigmoid(z) + shares.log()).logsumexp(1) for z in (outputs, -outputs)
                 )
                 return yes - no
+            if task.loss.is_preference:
+                return task.loss.mix_preferences(outputs, pi.to(outputs).log())
             if _is_regression(task, outputs):
                 return (outputs * shares).sum(1)
             axis = class_axis(outputs[:, 0]) + 1

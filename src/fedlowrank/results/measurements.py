@@ -30,8 +30,9 @@ TRAINING_LOSS = "training_loss"
 
 ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
 
-TOKEN_ACCURACY = "token_accuracy"
-"""Share of tokens that a language model predicts. It is no accuracy: such models are judged by their loss per token."""
+TOKEN_ACCURACY, PAIR_ACCURACY = "token_accuracy", "pair_accuracy"
+"""Shares of tokens that a language model predicts, and of pairs of responses that it puts in order. They are no accuracy:
+such models are judged by their loss."""
 
 """Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
 

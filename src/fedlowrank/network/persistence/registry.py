@@ -66,8 +66,10 @@ class ExampleForm:
         inputs = self.empty.inputs
 
         def form(t: Tensor) -> str:
-            # clients may have texts of different lengths
-            return f"{t.dtype} {[*t.shape[1:]] if not texts or t.ndim != 2 else 'of tokens'}"
+            # clients may have texts of different lengths, and pairs of such texts
+            if texts and t.ndim in (2, 3):
+                return f"{t.dtype} {'pairs ' * (t.ndim == 3)}of tokens"
+            return f"{t.dtype} {[*t.shape[1:]]}"
 
         x = {n: form(t) for n, t in sorted((inputs if isinstance(inputs, dict) else {"x": inputs}).items())}
         form_json = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}

@@ -54,7 +54,9 @@ def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], 
     if attack.kind != "none":
         hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
         for i in hostile:
-            clients[i] = poison(clients[i], attack, len(federation.classes), federation.key / "poison" / i)
+            # which response of a pair is the chosen one is a label, too
+            classes = 2 if federation.loss.is_preference else len(federation.classes)
+            clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
             infos[i] = dataclasses.replace(infos[i], examples=claimed_examples(infos[i].examples, attack))
     if attack.kind == "none":
         return hostile, federation

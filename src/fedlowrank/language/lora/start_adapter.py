@@ -12,10 +12,10 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ..adapters.lora.lora_factors import find_lora
-from ..core.errors import ConfigError, DataError
-from ..linalg.pair import Pair
-from .artifacts import name_in_file
+from ...adapters.lora.lora_factors import find_lora
+from ...core.errors import ConfigError, DataError
+from ...linalg.pair import Pair
+from ..artifacts import name_in_file
 from .peft_config import REFUSED_SETTINGS
 
 CONFIG = "adapter_config.json"

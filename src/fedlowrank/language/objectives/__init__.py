@@ -1,0 +1,1 @@
+"""What a language model learns besides the next token: preferences."""

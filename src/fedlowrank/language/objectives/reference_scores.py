@@ -1,0 +1,68 @@
+"""Log-probabilities of responses under the base model, the reference of DPO; found once, before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ...core.learning.preference_losses import REFERENCE
+from ...data.dataset import ClientData, Examples
+from ...models.architecture import Architecture
+from ...training.local_data import chunk_size, gather
+
+
+def add_reference(
+    clients: Sequence[ClientData], model: Architecture, device: str = "cpu"
+) -> list[ClientData]:
+    """Examples of pairs with an input ``reference`` ``[n, 2]``: log π_ref(y|x) of both responses.
+
+    π_ref is the base without its adapter, so no second model is held. Log-probabilities are summed over the tokens of the
+    response that count.
+
+    Args:
+        clients: with examples of :func:`.preference_pairs.make_pairs`.
+        model: of ``peft``, which scores pairs by :func:`.preference_pairs.score_pairs`.
+        device: on which they are found; the model is back where it was afterwards.
+    """
+    with torch.inference_mode(), _base_on_device(model.module, device):
+        return [
+            replace(
+                data,
+                train=_with_reference(data.train, model, device),
+                val=_with_reference(data.val, model, device),
+                test=_with_reference(data.test, model, device),
+            )
+            for data in clients
+        ]
+
+
+def _with_reference(examples: Examples, model: Architecture, device: str) -> Examples:
+    assert isinstance(examples.x, dict)
+    nothing = torch.zeros(len(examples), 2)
+    pairs, size = Examples({**examples.x, REFERENCE: nothing}, examples.y), chunk_size(examples)
+    parts: list[Tensor] = [nothing[:0]]
+    for places in torch.arange(len(examples)).split(size) if len(examples) else ():
+        x = gather(pairs, places).x
+        parts.append(model.apply({}, {name: t.to(device) for name, t in x.items()}).float().cpu())
+    # a plain tensor, for one of inference mode cannot be trained on
+    with torch.inference_mode(False):
+        return Examples({**examples.x, REFERENCE: torch.cat(parts).clone()}, examples.y)
+
+
+@contextmanager
+def _base_on_device(model: nn.Module, device: str) -> Iterator[None]:
+    """The model without its adapter, on a device."""
+    before = next(model.parameters()).device
+    moves = before.type != torch.device(device).type and before.type == "cpu"
+    if moves:
+        model.to(device)
+    try:
+        with model.disable_adapter():  # type: ignore[operator]  # of peft
+            yield
+    finally:
+        if moves:
+            model.to(before)
