@@ -25,7 +25,7 @@ METHODS = {
     "fedit": "FedIT, rank 2 for all",
     "hetlora": "HetLoRA",
     "flexlora": "FlexLoRA",
-    "fedhl": "FedHL, p by examples",
+    "fedhl": "FedHL",
 }
 EXPERIMENT = "experiments/demo/smollm2.toml"
 
@@ -73,7 +73,7 @@ def run_smollm2(folder: Path, base: Path) -> None:
     print("\n" + loss_table([folder / "runs", folder / "runs-fedit"], names))
     weights = RunRecord.load(folder / "runs" / "fedhl-s0").rounds[-1].observed["weights"]
     shown = ", ".join(f"{name} {weights[str(i)]:.3f}" for i, name in enumerate(names))
-    print(f"FedHL's weights p in the last round: {shown}")
+    print(f"FedHL's weights p, by truncation error, in the last round: {shown}")
     print("\n" + answers(base, folder / "adapters", organizations, names))
 
 
