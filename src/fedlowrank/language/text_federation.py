@@ -76,7 +76,7 @@ class LanguageSettings(LanguageBase):
         neftune: α of the noise on embeddings while training (:mod:`.embedding_noise`); 0 for none.
         autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
             weights; none leaves it.
-        prompts: questions that the models answer before the first and after the last round, for the report.
+        prompts: questions that the models of a simulation answer before the first and after the last round, for the report.
         answer_tokens: of such an answer at most.
     """
 
