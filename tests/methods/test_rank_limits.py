@@ -23,7 +23,7 @@ from fedlowrank.adapters.lora.rank_limits import describe_lowered_ranks
 from fedlowrank.config.reading.parsing import build
 from fedlowrank.config.sections.lora_section import LoraSettings
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import ClientInfo, Method
+from fedlowrank.core.contract.method import AnyMethod, ClientInfo
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.data.partitioning.rank_skew import client_ranks
 from fedlowrank.engines.engine import client_key
@@ -69,7 +69,7 @@ def federation(
     return Federation.from_arrays(clients(sizes), model, classes=3, **kwargs)
 
 
-def method(name: str, rank: float, **fields: Any) -> Method[Any, Any, Any, Any]:
+def method(name: str, rank: float, **fields: Any) -> AnyMethod:
     cls = METHODS[name]
     given = {"tuning": Tuning(rank=rank)} if name in LORA else {"rank": rank}  # type: ignore[arg-type]
     return cls(batch_size=4, optimizer=SGD(lr=0.3), **{**given, **fields})
@@ -383,7 +383,7 @@ def test_a_warning_names_the_first_layers() -> None:
     assert describe_lowered_ranks(dict.fromkeys(shapes, 3), shapes) == []
 
 
-def sent(made: Method[Any, Any, Any, Any], on: Federation) -> int:
+def sent(made: AnyMethod, on: Federation) -> int:
     """Numbers that a client sends in a round."""
     return simulate(made, on, rounds=1).rounds[-1].parameters_up
 

@@ -116,7 +116,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
         gaps = [
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
-            for factors in total["each"].values()
+            for factors in (total["each"][c.id] for c in view.replied)
         ]
         scale = server.scaling.at(rank_of_factors(means))
         residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)

@@ -115,7 +115,10 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One more stack."""
-        factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
+        factors, weights = (
+            [total["factors"][c.id] for c in view.replied],
+            [float(c.examples) for c in view.replied],
+        )
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         return Server(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod
 from ..core.errors import CheckpointError
 from ..models.fingerprint import compare_layers
 from .stored_settings import add_defaults
@@ -19,7 +19,7 @@ FREE_TO_CHANGE = (
 """Parts of the configuration that do not change results, or restate other parts."""
 
 
-def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
+def changes_of(stored: Any, now: Any, method: AnyMethod) -> list[str]:
     """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
 
     A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
@@ -45,7 +45,7 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
     return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
 
 
-def check_changes(folder: Path, stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> None:
+def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> None:
     """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
     if changes := changes_of(stored, now, method):
         raise CheckpointError(

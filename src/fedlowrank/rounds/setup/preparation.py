@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from statistics import median_low
-from typing import Any
 
-from ...core.contract.method import ClientInfo, Method
+from ...core.contract.method import AnyMethod, ClientInfo
 from ...core.errors import ConfigError, DataError, TaskError
 from ...data.federation import Federation
 from ...models.coupling import why_not_in_parts
@@ -63,7 +62,7 @@ def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], 
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
 
 
-def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) -> None:
+def check_classes(method: AnyMethod, federation: Federation) -> None:
     """Raise TaskError if a method needs one class label for each example, and the data have none."""
     if not method.needs_classes:
         return
@@ -85,7 +84,7 @@ def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) ->
             )
 
 
-def check_parts(method: Method[Any, Any, Any, Any], federation: Federation, micro_batch: int | None) -> None:
+def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | None) -> None:
     """Raise ConfigError if batches are taken in parts, and a loss or a model does not treat examples by themselves."""
     if micro_batch is not None and method.couples_examples:
         raise ConfigError(
