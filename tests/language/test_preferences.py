@@ -26,6 +26,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.language.objectives import preference_pairs
 from fedlowrank.language.objectives.reference_scores import add_reference
 from fedlowrank.rounds.run import Run
 from fedlowrank.training.local_data import LocalData, size_of
@@ -183,6 +184,21 @@ def test_the_reference_is_the_base_without_its_adapter(llama: Path, tmp_path: Pa
         torch.testing.assert_close(same.train.x["reference"], data.train.x["reference"])  # type: ignore[index,call-overload]
     orpo: Any = run_of(tables(llama, tmp_path, ORPO), steps=0).federation.clients[0].train.x
     assert "reference" not in orpo
+
+
+def test_scores_of_a_gpu_are_those_of_a_cpu(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # on a GPU the places of tokens are not looked up
+    for loss in (DPO, ORPO):
+        run = run_of(tables(llama, tmp_path, loss), steps=0)
+        architecture, x = run.federation.architectures["language"], run.federation.clients[0].train.x
+        start = run.personal(run.federation.infos[0])
+        with torch.no_grad():
+            found = architecture.apply(start, x)
+            with monkeypatch.context() as patch:
+                patch.setattr(preference_pairs, "finds_tokens", lambda _: False)
+                torch.testing.assert_close(architecture.apply(start, x), found, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_before_training_is_log_2_and_no_pair_is_in_order(llama: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Loss(CheckedFields):
             ``[b]``.
         class_weights: weight of each class; of ``cross_entropy`` and ``focal``.
         label_smoothing: share of the target that is spread evenly over the classes, in [0, 1], of
-            ``cross_entropy``; of ``dpo`` the probability that a pair is labelled the wrong way round, in [0, 0.5).
+            ``cross_entropy``; of ``dpo`` the probability that a pair is labeled the wrong way round, in [0, 0.5).
         pos_weight: weight of positive targets, one number or one for each class (dimension 1 of the targets); of
             ``bce`` and ``focal``.
         ignore_index: label that does not count; of ``cross_entropy`` and ``focal``.

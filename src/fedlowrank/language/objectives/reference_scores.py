@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.learning.preference_losses import REFERENCE
 from ...data.dataset import ClientData, Examples
@@ -26,9 +26,12 @@ def add_reference(
     Args:
         clients: with examples of :func:`.preference_pairs.make_pairs`.
         model: of ``peft``, which scores pairs by :func:`.preference_pairs.score_pairs`.
-        device: on which they are found; the model is back where it was afterwards.
+        device: on which they are found, by a copy of the model where it is not on the CPU.
     """
-    with torch.inference_mode(), _base_on_device(model.module, device):
+    # a run moves its models likewise, and leaves those of the experiment where they are
+    model = model if device == "cpu" else model.to(device)
+    base: Any = model.module
+    with torch.inference_mode(), base.disable_adapter():
         return [
             replace(
                 data,
@@ -51,18 +54,3 @@ def _with_reference(examples: Examples, model: Architecture, device: str) -> Exa
     # a plain tensor, for one of inference mode cannot be trained on
     with torch.inference_mode(False):
         return Examples({**examples.x, REFERENCE: torch.cat(parts).clone()}, examples.y)
-
-
-@contextmanager
-def _base_on_device(model: nn.Module, device: str) -> Iterator[None]:
-    """The model without its adapter, on a device."""
-    before = next(model.parameters()).device
-    moves = before.type != torch.device(device).type and before.type == "cpu"
-    if moves:
-        model.to(device)
-    try:
-        with model.disable_adapter():  # type: ignore[operator]  # of peft
-            yield
-    finally:
-        if moves:
-            model.to(before)
