@@ -25,6 +25,8 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.rounds.run import Run
 
+from .test_training_settings import short_of_memory
+
 torch.set_num_threads(1)
 
 
@@ -161,6 +163,15 @@ def test_methods_learn_embeddings(bert: Path, tmp_path: Path, method: str) -> No
     losses = [run.step().loss for _ in range(3)]
     first, last = (next(iter(one.values())) for one in (losses[0], losses[-1]))
     assert last < first - 0.01
+
+
+def test_a_batch_without_memory_is_not_halved(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tables(llama, pairs(tmp_path)), steps=0)
+    short_of_memory(monkeypatch, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.step()
 
 
 def test_engines_agree(llama: Path, tmp_path: Path) -> None:
