@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from fedlowrank.cli.language_commands import language_of_run
+from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.contract.task import Batch
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
@@ -199,6 +200,20 @@ def test_the_adapter_gives_the_embeddings_elsewhere(llama: Path, tmp_path: Path)
             for side in (0, 1):
                 wanted = embed(model, x["input_ids"][i, side], x["attention_mask"][i, side])
                 torch.testing.assert_close(found[i, side], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_data_command_and_a_report_name_both_texts(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "embeddings.toml"
+    file.write_text(ExperimentConfig.parse(tables(llama, pairs(tmp_path))).to_toml())
+    assert main(["run", str(file), "--out", str(tmp_path / "out")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "anchor: <s>who is" in printed
+    assert "positive: <s>the fox" in printed
+    assert "class 0" not in printed
+    assert "reaches a mean test loss of" in printed
+    assert "loss per token" not in printed
 
 
 def test_what_does_not_fit_is_said(llama: Path, tmp_path: Path) -> None:
