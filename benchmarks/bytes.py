@@ -277,7 +277,9 @@ def write_stages(data: str) -> list[str]:
         for info in infos:
             down = method.download(server, info)
             upload, _ = trace_upload(method, task, info, down)
-            updates.append(update_of(upload, method.update(down, info, task).reference, compared=True))
+            updates.append(
+                update_of(upload, method.describe_update(down, info, task).reference, compared=True)
+            )
         for uplink in dict.fromkeys(setting.uplink for setting in list_settings(name, source)):
             each = [stage_bytes(parse_stages(uplink), update, Key((0,))) for update in updates]
             sizes = [f"{np.mean([e[stage] for e in each]):,.0f}" for stage in each[0]]

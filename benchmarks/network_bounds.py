@@ -122,7 +122,7 @@ class Bounding(Sequential):
         results = dict(
             zip((j.client.id for j in jobs), super().run(method, federation, task, round, jobs), strict=True)
         )
-        references = {j.client.id: method.update(j.down, j.client, task).reference for j in jobs}
+        references = {j.client.id: method.describe_update(j.down, j.client, task).reference for j in jobs}
         norms = {c: measure_norms(r.upload, references[c]) for c, r in results.items() if r.error is None}
         self.replies += len(norms)
         results |= self._bounded(method, federation, round, results, references, norms)

@@ -84,7 +84,7 @@ def first_updates(method: Any, fed: Federation) -> list[dict[str, np.ndarray[Any
     jobs = [ClientJob(run.state_of(i), method.download(run.state.server, i), i) for i in infos]
     found = []
     for job, result in zip(jobs, run.engine.run(method, fed, run.task, 0, jobs), strict=True):
-        update = update_of(result.upload, method.update(job.down, job.client, run.task).reference)
+        update = update_of(result.upload, method.describe_update(job.down, job.client, run.task).reference)
         found.append({path: t.double().numpy() for path, t in update.items()})
     return found
 

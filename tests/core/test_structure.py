@@ -12,6 +12,7 @@ import grimp
 import pytest
 import torch
 
+from fedlowrank.core.contract.method import Method
 from fedlowrank.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,14 @@ def test_the_last_column_of_a_box_names_hooks(name: str) -> None:
     assert set(named) - {"here"} <= {
         n for n in (*dir(METHODS[name]), *vars(module)) if not n.startswith("__")
     }
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_public_function_of_a_method_is_a_hook(name: str) -> None:
+    """A hook under a name that has changed would never be called."""
+    own = [k for k in METHODS[name].__mro__ if k not in Method.__mro__]
+    functions = {n for k in own for n, v in vars(k).items() if callable(v) and not isinstance(v, type)}
+    assert {n for n in functions if not n.startswith("_")} <= set(dir(Method))
 
 
 def test_init_files_only_export() -> None:

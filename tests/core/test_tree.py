@@ -27,7 +27,7 @@ from fedlowrank.core.tree import TreeError
 ANY = settings(suppress_health_check=list(HealthCheck))
 
 
-@tree.tree
+@tree.tree_dataclass
 class Point:
     """A registered class with a tensor and a plain value."""
 
@@ -329,7 +329,7 @@ def test_a_plain_value_is_no_list_and_no_dict(value: Any) -> None:
         tree.decode(message({"d": {"x": {"v": value}}}))
 
 
-@tree.tree
+@tree.tree_dataclass
 class Even:
     """A registered class that refuses some values, each in its own way."""
 

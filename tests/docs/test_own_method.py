@@ -205,7 +205,9 @@ def test_the_tables_of_arguments_are_the_signatures() -> None:
 
 def test_the_helpers_of_trees_exist_with_these_arguments() -> None:
     calls = re.findall(r"`(\w+)(?:\(([^`]*)\))?`", " ".join(rows_below("## Trees")))
-    assert {"map_leaves", "add", "sub", "zeros_like", "tree", "Params"} <= {name for name, _ in calls}
+    assert {"map_leaves", "add", "sub", "zeros_like", "tree_dataclass", "Params"} <= {
+        name for name, _ in calls
+    }
     trees: Any = {"p": torch.tensor([1.0, 2.0]), "q": [torch.tensor(3.0)]}
     for name, arguments in calls:
         function = getattr(tree, name)

@@ -217,7 +217,7 @@ from fedlowrank import Federation, Method, simulate, supervised_loss
 from fedlowrank.core import tree
 from fedlowrank.methods.fedavg import FedAvg
 
-@tree.tree
+@tree.tree_dataclass
 class Count:
     rounds: int
 

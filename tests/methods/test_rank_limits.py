@@ -381,3 +381,26 @@ def test_a_warning_names_the_first_layers() -> None:
         "used is " + ", ".join(f"3 in l{i} (3 × 9)" for i in range(5)) + " and less in 2 more layers"
     )
     assert describe_lowered_ranks(dict.fromkeys(shapes, 3), shapes) == []
+
+
+def sent(made: Method[Any, Any, Any, Any], on: Federation) -> int:
+    """Numbers that a client sends in a round."""
+    return simulate(made, on, rounds=1).rounds[-1].parameters_up
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_clients_without_a_rank_have_that_of_the_models_layers(name: str) -> None:
+    def adapted() -> nn.Module:
+        return add_lora(Narrow(), rank=3, target_modules=["0"], trainable=["head"])
+
+    def of(tuning: Tuning, **kwargs: Any) -> int:
+        return sent(
+            METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), tuning=tuning), federation(adapted, **kwargs)
+        )
+
+    own = of(Tuning())
+    assert own == of(Tuning(rank=3)) == of(Tuning(), rank=[3, 3])
+    # the method's rank comes first, that of a client before it
+    assert of(Tuning(rank=2)) == of(Tuning(), rank=[2, 2]) == of(Tuning(rank=3), rank=[2, 2]) < own
+    with pytest.raises(TaskError, match="client 1 has no rank, and others have one"):
+        of(Tuning(), rank=[2, None])

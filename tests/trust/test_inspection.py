@@ -239,7 +239,7 @@ def test_effective_updates_are_compared_whatever_the_gauge_of_the_factors() -> N
     dense = []
     for i in infos:
         base, up = jobs[i.id].down.message, uploads[i.id]
-        scale = run.method.update(jobs[i.id].down, i, run.task).scale
+        scale = run.method.describe_update(jobs[i.id].down, i, run.task).scale
         own = [scale * (up.factors[n].dense() - base.factors[n].dense()) for n in up.factors]
         own += [up.rest[n] - base.rest[n] for n in up.rest]
         dense.append(vector(own))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedlowrank.adapters.mixtures.mixture import Pairs
 from fedlowrank.core.contract.contribution import Each, Mean, Sum
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.tree import TreeError, tree
+from fedlowrank.core.tree import TreeError, tree_dataclass
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.trust import robust
 from fedlowrank.trust.robust import (
@@ -41,7 +41,7 @@ def ones(n: int) -> Tensor:
     return torch.ones(n)
 
 
-@tree
+@tree_dataclass
 class Message:
     """Factors and a note, as methods send them."""
 

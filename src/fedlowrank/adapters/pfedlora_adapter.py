@@ -9,11 +9,11 @@ from torch.nn import functional
 from ..core.contract.model import Model
 from ..core.errors import TaskError
 from ..core.key import Key
-from ..core.tree import tree, widen
+from ..core.tree import tree_dataclass, widen
 from ..linalg.factored import compute_svd
 
 
-@tree
+@tree_dataclass
 class PFedLoRAAdapter:
     """Linear(inputs → width) → [ReLU] → Linear(width → classes).
 

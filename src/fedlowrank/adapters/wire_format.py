@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import TaskError
-from ..core.tree import tree
+from ..core.tree import tree_dataclass
 from ..linalg.pair import Factors, Pair
 
 WireType = Literal["float32", "bfloat16", "int8"]
@@ -35,7 +35,7 @@ _SMALLEST = 2.0**-133
 """The least scale, of which 17 bits are exact in a float32."""
 
 
-@tree
+@tree_dataclass
 class Rounded:
     """A factor pair B ``[d, r]`` and A ``[r, k]`` in bfloat16, with the name of the type that it had."""
 
@@ -44,7 +44,7 @@ class Rounded:
     dtype: str
 
 
-@tree
+@tree_dataclass
 class Quantized:
     """A factor pair in int8, with one scale for each rank component of either factor.
 

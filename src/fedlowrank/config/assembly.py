@@ -139,11 +139,13 @@ def _complete_language(experiment: FederationSettings, language: Language) -> La
 
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
-    extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
+    extra: dict[str, Any] = {}
+    if isinstance(experiment.lora, PeftSettings):
+        extra = {**(experiment.lora.model_extra or {}), "start": experiment.lora.start}
     settings: Any = experiment.language_here
     path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
     key = Key((experiment.run.seed,)) / "init" / "language"
-    return dataclasses.replace(settings, path=path), extra or {}, key
+    return dataclasses.replace(settings, path=path), extra, key
 
 
 def assemble(

@@ -23,7 +23,7 @@ from ..data.partitioning.own_partition import OwnPartition, as_partition, is_own
 from ..data.partitioning.partition import PARTITIONS, Partition
 from ..data.partitioning.split import SPLITS, Split
 from ..language.export.export_settings import ExportSettings
-from ..language.peft_config import lora_config
+from ..language.lora.peft_config import lora_config
 from ..language.text_federation import Language, LanguageSettings
 from ..methods import METHODS
 from ..models.fingerprint import describe_named

@@ -51,7 +51,7 @@ class TreeError(FedlowrankError):
 
 
 @dataclass_transform(frozen_default=True)
-def tree(cls: type[T]) -> type[T]:
+def tree_dataclass(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen dataclass that can be mapped over, stored and sent.
 
     Only classes registered by this decorator are ever decoded, so a message cannot name arbitrary code.
@@ -62,7 +62,7 @@ def tree(cls: type[T]) -> type[T]:
 
 
 def register(cls: type[Any]) -> None:
-    """Decode and encode a class that :func:`tree` made in another process."""
+    """Decode and encode a class that :func:`tree_dataclass` made in another process."""
     # a class of the same name that is defined again, in a notebook say, takes the place of the former one
     _FIELDS.pop(_CLASSES.get(_name(cls), cls), None)
     _CLASSES[_name(cls)] = cls

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +28,7 @@ from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
 from ..results.records import RoundRecord
+from ..storage.digest import digest_of
 from .artifacts import METADATA
 from .base_model import LanguageBase, LoadedBase, load_base
 from .embedding_noise import add_embedding_noise
@@ -33,11 +36,12 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
+from .lora.peft_adapter import ADAPTER, attach_adapter
+from .lora.peft_config import lora_config
+from .lora.start_adapter import WEIGHTS, fields_with_start, load_start
 from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
-from .peft_adapter import ADAPTER, attach_adapter
-from .peft_config import lora_config
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
@@ -107,17 +111,27 @@ class Language:
         loaded: the base with its tokenizer.
         model: a ``peft.PeftModel`` of the base.
         export: of the section ``[export]``: how models are written for other programs.
+        start: folder of the adapter that the factors start from, or None.
     """
 
     settings: LanguageSettings
     loaded: LoadedBase
     model: Any
     export: ExportSettings = ExportSettings()
+    start: Path | None = None
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digest of each file that all machines must have: those of the base and of the start."""
+        found = dict(self.loaded.files)
+        if self.start is not None:
+            found[f"start/{WEIGHTS}"] = digest_of((self.start / WEIGHTS).read_bytes())
+        return found
 
     def describe(self) -> dict[str, Any]:
         """What a resumed run must find unchanged."""
         adapter = {n: str(getattr(self.model.peft_config[ADAPTER], n)) for n in _RESULT_FIELDS}
-        return {"files": dict(self.loaded.files), "adapter": adapter}
+        return {"files": self.files, "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
         """The code, with the base frozen inside; of pairs it makes two scores or embeddings."""
@@ -249,7 +263,11 @@ class Language:
 
 
 def load_with_texts(
-    texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
+    texts: Texts,
+    settings: LanguageSettings,
+    lora: Mapping[str, Any],
+    key: Key,
+    classes: Sequence[str] = (),
 ) -> tuple[Dataset, Language]:
     """Tokens of texts, and the model that learns them; see :func:`load_language_model`.
 
@@ -265,13 +283,16 @@ def load_with_texts(
 
 
 def load_language_model(
-    settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
+    settings: LanguageSettings,
+    lora: Mapping[str, Any],
+    key: Key,
+    classes: tuple[str, ...],
 ) -> Language:
     """The model without texts; of a causal model ``classes`` are empty.
 
     Args:
         settings: the base and the form of texts.
-        lora: fields of ``peft.LoraConfig``.
+        lora: fields of ``peft.LoraConfig``; and ``start``, the folder of an adapter to start from, or None.
         key: of new weights and of A.
         classes: their names.
 
@@ -283,9 +304,16 @@ def load_language_model(
         use_packed_attention(loaded.model)
     if settings.neftune:
         add_embedding_noise(loaded.model, settings.neftune)
-    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
+    fields = dict(lora)
+    start = fields.pop("start", None)
+    folder = None if start is None else Path(os.path.expandvars(start)).expanduser()
+    if folder is not None:
+        fields = fields_with_start(folder, fields)
+    model = attach_adapter(loaded.model, lora_config(fields), key / "adapter", loaded.head)
+    if folder is not None:
+        load_start(model, folder)
     loaded.model.config.use_cache = False
-    return Language(settings, loaded, model)
+    return Language(settings, loaded, model, start=folder)
 
 
 def _classes(texts: Texts) -> tuple[str, ...]:

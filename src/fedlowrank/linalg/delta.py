@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import ConfigError, TaskError, did_you_mean
-from ..core.tree import tree
+from ..core.tree import tree_dataclass
 from .factored import Factored
 from .pair import Pair
 from .randomized_svd import leading_triplets
@@ -50,7 +50,7 @@ the memory. On a CPU, larger ones are no faster, and what one layer of a batch n
 for all of them."""
 
 
-@tree
+@tree_dataclass
 class DeltaForm(CheckedFields):
     """How the server stores a delta.
 
@@ -85,7 +85,7 @@ class DeltaForm(CheckedFields):
         return torch.float64 if self.dtype == "float64" else torch.float32
 
 
-@tree
+@tree_dataclass
 class Delta:
     """What is added to one frozen weight ``[d, k]``.
 

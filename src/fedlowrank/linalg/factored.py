@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.tree import Params, map_leaves, tree, wide_type, widen
+from ..core.tree import Params, map_leaves, tree_dataclass, wide_type, widen
 
 CompressedUpdate = dict[str, "Tensor | Factored"]
 
 
-@tree
+@tree_dataclass
 class Factored:
     """A matrix of rank r as U diag(s) Vᵀ.
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.tree import Params, cast_like, nbytes, tree, widen
+from ..core.tree import Params, cast_like, nbytes, tree_dataclass, widen
 from .factored import Factored
 
 Weights = dict[str, "Tensor | LowRank | Sparse"]
 """Parameters of a model by name, each dense, as factors of its matrix, or as its nonzero entries."""
 
 
-@tree
+@tree_dataclass
 class LowRank:
     """A matrix of rank r as a product, the singular values shared evenly between the factors.
 
@@ -44,7 +44,7 @@ class LowRank:
         return self.left @ self.right
 
 
-@tree
+@tree_dataclass
 class Sparse:
     """A tensor stored as its nonzero entries.
 

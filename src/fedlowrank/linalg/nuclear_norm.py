@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..core.errors import TaskError
-from ..core.tree import Params, cast_like, map_leaves, not_finite, tree
+from ..core.tree import Params, cast_like, map_leaves, not_finite, tree_dataclass
 from .matricize import (
     LowRank,
     Sparse,
@@ -28,7 +28,7 @@ Norm = Literal["low_rank", "sparse"]
 """Nuclear norm of the matrices (:func:`fedlowrank.linalg.matricize.matricize`), or ℓ1 norm."""
 
 
-@tree
+@tree_dataclass
 class PenalizedModel:
     """A model after a prox.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.tree import tree
+from ..core.tree import tree_dataclass
 
 
-@tree
+@tree_dataclass
 class Pair:
     """The update s·B A of one weight ``[d, k]``; the scale s stands beside it and not in it.
 

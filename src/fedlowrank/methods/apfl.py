@@ -31,10 +31,10 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.learning.optimizer import Group
-from ..core.tree import Params, map_leaves, tree, widen
+from ..core.tree import Params, map_leaves, tree_dataclass, widen
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: its model v, and its share ``a [1]`` in the mixture, float32 for half precision."""
 
@@ -42,7 +42,7 @@ class Own:
     a: Tensor
 
 
-@tree
+@tree_dataclass
 class Joint:
     """What is trained at once: the local copy w of the global model, v, and a."""
 

@@ -24,7 +24,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.contract.model import Model
 from ..core.contract.update import NO_UPDATE, Update
-from ..core.tree import Params, map_leaves, tree
+from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.clusters import (
     Apply,
     by_cluster,
@@ -41,7 +41,7 @@ from .families.clusters import (
 )
 
 
-@tree
+@tree_dataclass
 class Upload:
     """The trained models, and π^k where the server does not know it."""
 
@@ -106,7 +106,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         """Line 3."""
         return cluster_means(server, total)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """Relative to the models as they were sent; π^k is no update."""
         return Update({"models": down, "pi": NO_UPDATE})
 

@@ -28,10 +28,10 @@ from ..core.contract.contribution import Each
 from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
-from ..core.tree import Params, tree, widen
+from ..core.tree import Params, tree_dataclass, widen
 
 
-@tree
+@tree_dataclass
 class Outputs:
     """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, classes]``.
 
@@ -42,7 +42,7 @@ class Outputs:
     mean: Tensor
 
 
-@tree
+@tree_dataclass
 class Targets:
     """Soft target of each label ``mean [classes, classes]``, where ``known [classes]``."""
 
@@ -50,7 +50,7 @@ class Targets:
     known: Tensor
 
 
-@tree
+@tree_dataclass
 class Server:
     """Sum and number of the outputs for each label, and each client's share in them."""
 
@@ -126,7 +126,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
             count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
         return Server(summed, count, latest)
 
-    def update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
         """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""
         form = Lengths(Outputs(torch.zeros(0, dtype=torch.int64), down.mean[:0]), task.classes)
         return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE}, form=form)

@@ -35,10 +35,10 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, 
 from ..core.contract.model import Model
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD
-from ..core.tree import Params, map_leaves, tree
+from ..core.tree import Params, map_leaves, tree_dataclass
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: its last upper layers, their weights W in [0, 1], and the rounds it trained."""
 

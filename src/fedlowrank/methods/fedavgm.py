@@ -19,11 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.contract.method import ClientInfo, Method, ServerView, Task
-from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 
 
-@tree
+@tree_dataclass
 class Server:
     """The model w and its velocity v, in float32 for parameters of half precision."""
 

@@ -29,10 +29,10 @@ from ..core.contract.contribution import Mean
 from ..core.contract.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.contract.update import Update
 from ..core.learning.batch_losses import supervised_loss
-from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
 
 
-@tree
+@tree_dataclass
 class Cloud:
     """θ, the plain mean of the last replies, and h, in float32 for parameters of half precision."""
 
@@ -41,7 +41,7 @@ class Cloud:
     h: Params
 
 
-@tree
+@tree_dataclass
 class Down:
     """θ^t, and the mean of the last replies if clients infer by it."""
 
@@ -96,7 +96,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         model = cast_like(add(total, h, -1 / self.alpha), server.model)
         return Cloud(model, cast_like(total, server.mean), h)
 
-    def update(self, down: Down, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Down, client: ClientInfo, task: Task) -> Update:
         """Relative to θ^t."""
         return Update(down.model)
 

@@ -22,7 +22,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import Update
-from ..core.tree import Params, cast_like, tree, widen
+from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.lora_clients import adapted_model, describe_ranks, leaves_of_message, reply
@@ -31,15 +31,15 @@ from .families.lora_family import (
     Message,
     Scaling,
     Tuning,
-    initial_factors,
     leaves_of,
     model_parameters,
     rank_of_factors,
+    starting_factors,
     train_leaves,
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean factors, the residual of every round, and what is shared beside them."""
 
@@ -49,7 +49,7 @@ class Server:
     scaling: Scaling
 
 
-@tree
+@tree_dataclass
 class Download:
     """The mean factors and what is shared, and the residuals that a client lacks."""
 
@@ -57,7 +57,7 @@ class Download:
     residuals: list[PackedFactors]
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: the residuals so far, and its head where that is personal."""
 
@@ -84,12 +84,11 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     remarks = describe_ranks
 
     def server_init(self, task: Task) -> Server:
-        """A random A, B = 0, no residual."""
+        """A random A and B = 0, or the model's trained factors; no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors, lora = initial_factors(task, rank), lora_of(model)
-        return Server(
-            factors, UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        )
+        scaling = self.tuning.scaling_of(lora_of(model))
+        factors = starting_factors(task, self.title, rank, scaling.at(rank))
+        return Server(factors, UpdateHistory([], {}), self.tuning.shared_rest(model), scaling)
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -128,7 +127,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to the factors as they were sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 

@@ -30,8 +30,8 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import Update
 from ..core.errors import ConfigError
-from ..core.tree import Params, tree
-from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas
+from ..core.tree import Params, tree_dataclass
+from ..linalg.delta import Delta, DeltaForm, FactorSplit
 from ..linalg.pair import Factors
 from .families.effective_delta import (
     Truncated,
@@ -41,6 +41,7 @@ from .families.effective_delta import (
     is_half,
     ranks_of,
     remainder,
+    starting_deltas,
     truncation_energy,
     weighted_sum,
     whole,
@@ -58,12 +59,11 @@ from .families.lora_family import (
     Scaling,
     Tuning,
     initial_factors,
-    rank_of_factors,
     train_leaves,
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """W of every layer, further initial components, the shared rest, and the last p_i and r̂_i."""
 
@@ -74,7 +74,7 @@ class Server:
     last: dict[str, dict[str, float]]
 
 
-@tree
+@tree_dataclass
 class Download:
     """The client's components, and where it is asked for the others as a frozen adapter of scale 1."""
 
@@ -129,15 +129,15 @@ class FedHL(Method[Server, Params, Download, Message]):
         return found
 
     def server_init(self, task: Task) -> Server:
-        """W_0 = 0."""
+        """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        delta = initial_deltas(lora_of(model).shapes, self.form, max(ranks))
+        delta = starting_deltas(model, self.form, max(ranks))
         drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
-        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
+        rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         left = remainder(server.delta, rank, server.drawn) if self.residual else {}
         return Download(self.tuning.message(factors, server.rest), left)
@@ -150,7 +150,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Line 17."""
-        ranks = [self.tuning.rank_of(c, rank_of_factors(server.drawn)) for c in view.replied]
+        ranks = [self.tuning.rank_within(c, server.drawn) for c in view.replied]
         p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
         updates = [
             (server.scaling.at(r), factors)
@@ -168,7 +168,7 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.reply_metrics([c.id for c in view.replied])
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to W^{r_i} as it was sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import Method, ServerView, Task
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.lora_clients import (
     average_factors,
+    describe_factor_update,
     describe_ranks,
     initial_rest,
     model_with_factors,
     send_factors,
     train_factors,
-    update_of_factors,
 )
-from .families.lora_family import Message, Scaling, Tuning, initial_factors
+from .families.lora_family import Message, Scaling, Tuning, starting_factors
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean factors, and what is shared beside them."""
 
@@ -54,20 +54,18 @@ class FedIT(Method[Server, Params, Message, Message]):
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
     def server_init(self, task: Task) -> Server:
-        """A random A, and B = 0."""
+        """A random A and B = 0, or the model's trained factors."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        return Server(
-            initial_factors(task, rank),
-            self.tuning.shared_rest(model),
-            self.tuning.scaling_of(lora_of(model)),
-        )
+        scaling = self.tuning.scaling_of(lora_of(model))
+        factors = starting_factors(task, self.title, rank, scaling.at(rank))
+        return Server(factors, self.tuning.shared_rest(model), scaling)
 
     remarks = describe_ranks
     client_init = initial_rest
     download = send_factors
     local_update = train_factors
     contribution = average_factors
-    update = update_of_factors
+    describe_update = describe_factor_update
     client_model = model_with_factors
 
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:

@@ -37,11 +37,11 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Metho
 from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import kl_divergence, square_error, task_loss
-from ..core.tree import Params, add, nbytes, sub, tree
+from ..core.tree import Params, add, nbytes, sub, tree_dataclass
 from ..linalg.factored import CompressedUpdate, Factored, compress_update, decompress_update
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mentee s^t, the compressed update of every round, and the round each client's copy is at."""
 
@@ -50,7 +50,7 @@ class Server:
     at: dict[str, int]
 
 
-@tree
+@tree_dataclass
 class Download:
     """Updates to apply in order, or the mentee itself."""
 
@@ -58,7 +58,7 @@ class Download:
     mentee: Params | None
 
 
-@tree
+@tree_dataclass
 class Models:
     """Mentor T, mentee s and the projection W ``[d_T, d_s]`` between their representations."""
 
@@ -146,7 +146,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
             mentee = add(mentee, decompress_update(update, mentee))
         return mentee
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Each weight whole, or as factors of any rank that makes them smaller."""
         mentee = task.smallest_model(self.mentee).initial
         form = {n: OneOf(w, factor_form(w)) if w.ndim >= 2 else w for n, w in mentee.items()}

@@ -111,6 +111,6 @@ class FedNova(Method[Params, None, Params, Params]):
         effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
         return cast_like(add(server, total, effective), server)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """d_k itself, relative to zeros."""
         return Update(zeros_like(down))

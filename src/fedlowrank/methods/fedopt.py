@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import torch
 
 from ..core.contract.method import ClientInfo, Method, ServerView, Task
-from ..core.tree import Params, add, cast_like, map_leaves, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass, widen, zeros_like
 from .families.averaging import Weighting, average_models, train_model
 
 CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
 
 
-@tree
+@tree_dataclass
 class Server:
     """The model x, the running mean m of its updates Δ, and v of their squares.
 

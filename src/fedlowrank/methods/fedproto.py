@@ -32,10 +32,10 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Metho
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
-from ..core.tree import Params, tree, widen
+from ..core.tree import Params, tree_dataclass, widen
 
 
-@tree
+@tree_dataclass
 class Prototypes:
     """Global prototypes ``mean [classes, d]``, where ``known [classes]``; in float32 for half precision, too."""
 
@@ -43,7 +43,7 @@ class Prototypes:
     known: Tensor
 
 
-@tree
+@tree_dataclass
 class Local:
     """Prototypes of one client: ``labels [m]`` of its classes with ``mean [m, d]`` and ``count [m]``."""
 
@@ -52,7 +52,7 @@ class Local:
     count: Tensor
 
 
-@tree
+@tree_dataclass
 class Client:
     """A model, and which classes its owner has ``[classes]``."""
 
@@ -132,7 +132,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
         return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)
 
-    def update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
         """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
         whole = torch.zeros(0, dtype=torch.int64)
         form = Lengths(Local(whole, down.mean[:0], whole), task.classes)

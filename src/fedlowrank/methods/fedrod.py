@@ -33,10 +33,10 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
-from ..core.tree import Params, add, map_leaves, numel, tree, wide_type, zeros_like
+from ..core.tree import Params, add, map_leaves, numel, tree_dataclass, wide_type, zeros_like
 
 
-@tree
+@tree_dataclass
 class Joint:
     """What is trained at once: the generic model θ and the personal head h_k."""
 

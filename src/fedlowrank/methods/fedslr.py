@@ -36,7 +36,7 @@ from ..core.contract.contribution import Each, Mean, mean
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
-from ..core.tree import Params, add, map_leaves, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, map_leaves, sub, tree_dataclass, widen, zeros_like
 from ..linalg.matricize import Weights, unpack_weights
 from ..linalg.nuclear_norm import (
     Norm,
@@ -52,7 +52,7 @@ from ..linalg.svt import soft_threshold
 from ..models.statistics.normalization import zero_normalizations
 
 
-@tree
+@tree_dataclass
 class Server:
     """w^t; γ̄; and γ_i by client unless memory-efficient. γ is in float32 for parameters of half precision."""
 
@@ -61,7 +61,7 @@ class Server:
     gamma_by_client: dict[str, Params]
 
 
-@tree
+@tree_dataclass
 class Client:
     """γ_i and p_i."""
 

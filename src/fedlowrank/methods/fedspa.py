@@ -45,13 +45,13 @@ from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import supervised_loss, task_loss
 from ..core.learning.optimizer import SGD
-from ..core.tree import Params, add, cast_like, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zeros_like
 from ..linalg.matricize import Sparse
 
 Masks = dict[str, Tensor]
 
 
-@tree
+@tree_dataclass
 class Server:
     """The dense model w, and the mask of every client."""
 
@@ -59,7 +59,7 @@ class Server:
     masks: dict[str, Masks]
 
 
-@tree
+@tree_dataclass
 class Upload:
     """Values of the update on the mask that was trained, and the next mask (nothing if masks are static)."""
 
@@ -179,7 +179,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         model = cast_like(sub(server.model, total["update"]), server.model)
         return Server(model, server.masks | masks)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The values on the mask themselves; masks are no update."""
         return Update({"update": ZERO_REFERENCE, "masks": NO_UPDATE})
 

@@ -17,22 +17,22 @@ from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
-from ..core.tree import Params, tree
-from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas, update_deltas
+from ..core.tree import Params, tree_dataclass
+from ..linalg.delta import Delta, DeltaForm, FactorSplit, update_deltas
 from ..linalg.pair import Factors
-from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
+from .families.effective_delta import first_components, ranks_of, starting_deltas, weighted_blocks, whole
 from .families.lora_clients import (
     collect_factors,
+    describe_factor_update,
     describe_ranks,
     initial_rest,
     model_with_factors,
     train_factors,
-    update_of_factors,
 )
 from .families.lora_family import Message, Scaling, Tuning, initial_factors, rank_of_factors
 
 
-@tree
+@tree_dataclass
 class Server:
     """The mean update W of every layer, further initial components, and the shared rest."""
 
@@ -63,15 +63,15 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     )
 
     def server_init(self, task: Task) -> Server:
-        """W = 0."""
+        """W = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        return Server(initial_deltas(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
+        return Server(starting_deltas(model, self.form, max(ranks)), drawn, rest, scaling)
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components."""
-        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
+        rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
@@ -79,7 +79,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     client_init = initial_rest
     local_update = train_factors
     contribution = collect_factors
-    update = update_of_factors
+    describe_update = describe_factor_update
     client_model = model_with_factors
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

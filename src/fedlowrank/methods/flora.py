@@ -22,7 +22,7 @@ from ..adapters.wire_format import PackedFactors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import ZERO_REFERENCE, Update
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
 from .families.lora_clients import collect_factors, describe_ranks, reply
@@ -34,11 +34,12 @@ from .families.lora_family import (
     leaves_of,
     model_parameters,
     rank_of_factors,
+    scale_factors,
     train_leaves,
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """The stack of every round, and what is shared beside them."""
 
@@ -47,7 +48,7 @@ class Server:
     scaling: Scaling
 
 
-@tree
+@tree_dataclass
 class Download:
     """The stacks that a client lacks, and what is shared beside them."""
 
@@ -55,7 +56,7 @@ class Download:
     rest: Params
 
 
-@tree
+@tree_dataclass
 class Own:
     """What a client keeps: the stacks so far, and its head where that is personal."""
 
@@ -84,12 +85,13 @@ class FLoRA(Method[Server, Own, Download, Message]):
     contribution = collect_factors
 
     def server_init(self, task: Task) -> Server:
-        """No stack yet."""
+        """No stack yet, or the model's trained factors as the first."""
         self.tuning.ranks(task, self.title)
         model = task.common_model(self.title)
-        return Server(
-            UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        )
+        lora, history = lora_of(model), UpdateHistory([], {})
+        if lora.trained:
+            history = history.with_update(scale_factors(lora.trained, lora.scale), [], self.tuning.wire)
+        return Server(history, self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -102,7 +104,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
         lora = lora_of(view.model)
-        rank = self.tuning.rank_of(view.info, lora.largest_rank)
+        rank = self.tuning.rank_of(view.info, lora)
         base = self._base(state, down, lora)
         start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
@@ -120,7 +122,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
         return Update({"factors": ZERO_REFERENCE, "rest": down.rest}, self.tuning.scale_of(task, client))
 

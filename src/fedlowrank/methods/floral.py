@@ -43,7 +43,7 @@ from ..core.learning.server_optimizer import (
     initial_optimizer_state,
     server_step,
 )
-from ..core.tree import cast_like, tree, widen
+from ..core.tree import cast_like, tree_dataclass, widen
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
     by_cluster,
@@ -61,7 +61,7 @@ Theta = Tensor | None
 """θ of a client, once it has trained."""
 
 
-@tree
+@tree_dataclass
 class Server:
     """The model {u, a} and what the server's optimizer keeps."""
 
@@ -69,7 +69,7 @@ class Server:
     optimizer_state: ServerOptimizerState
 
 
-@tree
+@tree_dataclass
 class Upload:
     """The trained {u, a}, and π^k where the server does not know it."""
 
@@ -182,7 +182,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
             model = {"base": u, "adaptors": a}
         return Server(cast_like(model, server.model), optimizer_state)
 
-    def update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
         """Relative to {u, a} as they were sent; π^k is no update."""
         return Update({"model": down, "pi": NO_UPDATE})
 

@@ -28,10 +28,10 @@ from torch import Tensor
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import kl_divergence, task_loss
-from ..core.tree import Params, tree
+from ..core.tree import Params, tree_dataclass
 
 
-@tree
+@tree_dataclass
 class MutualModels:
     """A private model and the shared one trained beside it."""
 

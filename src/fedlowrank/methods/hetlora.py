@@ -32,7 +32,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean, Sum
 from ..core.contract.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.contract.update import Update
-from ..core.tree import Params, cast_like, tree, widen
+from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora_clients import adapted_model, describe_ranks, initial_rest, leaves_of_message
@@ -42,17 +42,17 @@ from .families.lora_family import (
     Scaling,
     Tuning,
     factors_of,
-    initial_factors,
     leaves_of,
     model_parameters,
     rank_of_factors,
     scale_factors,
+    starting_factors,
     train_leaves,
     truncate_factors,
 )
 
 
-@tree
+@tree_dataclass
 class Server:
     """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned."""
 
@@ -95,14 +95,14 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     client_init = initial_rest
 
     def server_init(self, task: Task) -> Server:
-        """A random A of the largest rank, and B = 0."""
+        """A random A of the largest rank and B = 0, or the model's trained factors."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        return Server(initial_factors(task, rank), rest, scaling, {})
+        return Server(starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
-        own = self.tuning.rank_of(client, rank_of_factors(server.factors))
+        own = self.tuning.rank_within(client, server.factors)
         rank = server.ranks.get(str(client.id), own)
         factors = scale_factors(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
@@ -134,7 +134,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             "reached": Sum(reached, counts=True),
             "rest": Mean(upload.rest, n),
         }
-        pruned = Each(None if rank == self.tuning.rank_of(client, top) else rank)
+        pruned = Each(None if rank == self.tuning.rank_within(client, server.factors) else rank)
         return {**found, "pruned": pruned} if self.prune < 1 else found
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
@@ -147,7 +147,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
-    def update(self, down: Message, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
         kept = max(1, int(self.prune * rank_of_factors(down.factors)))
         pruned = self.tuning.message(truncate_factors(unpack_factors(down.factors), kept), down.rest)

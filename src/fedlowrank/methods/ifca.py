@@ -26,7 +26,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.learning.batch_losses import sum_losses, task_loss
-from ..core.tree import Params, map_leaves, tree
+from ..core.tree import Params, map_leaves, tree_dataclass
 from .families.clusters import (
     bounded_shares,
     by_cluster,
@@ -37,7 +37,7 @@ from .families.clusters import (
 )
 
 
-@tree
+@tree_dataclass
 class Upload:
     """The trained model ``[1, ...]``, and s_k ``[C]``."""
 
@@ -93,7 +93,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         """The mean of the members of each cluster."""
         return cluster_means(server, total)
 
-    def update(self, down: Params, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The model relative to nothing: the server learns which one was trained from the reply alone."""
         return Update({"model": ZERO_REFERENCE, "choice": NO_UPDATE})
 

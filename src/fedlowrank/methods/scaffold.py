@@ -31,10 +31,10 @@ from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import AdamW
-from ..core.tree import Params, add, cast_like, map_leaves, sub, tree, widen, zeros_like
+from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass, widen, zeros_like
 
 
-@tree
+@tree_dataclass
 class Controlled:
     """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up.
 
@@ -103,7 +103,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         model = cast_like(add(server.model, total.model, self.eta_g), server.model)
         return Controlled(model, add(server.control, total.control, view.share))
 
-    def update(self, down: Controlled, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Controlled, client: ClientInfo, task: Task) -> Update:
         """Both differences themselves, relative to zeros."""
         return Update(zeros_like(down))
 

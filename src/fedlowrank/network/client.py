@@ -311,7 +311,7 @@ class ClientRuntime:
             sizes[0],
             sizes[1:],
             sections(self.made.to_dict()),
-            {} if self.language is None else self.language.loaded.files,
+            {} if self.language is None else self.language.files,
             versions(),
         )
         form = {

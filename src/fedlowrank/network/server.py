@@ -241,7 +241,7 @@ class NetworkEngine(Engine):
 
     def _reference(self, job: ClientJob) -> Any:
         """What the upload of a client is compared with."""
-        return self.templates.method.update(job.down, job.client, self.templates.task).reference
+        return self.templates.method.describe_update(job.down, job.client, self.templates.task).reference
 
     def _find_long(self, used: Mapping[int, ClientJob], round: int) -> dict[int, Shortening]:
         """The updates that are to be shortened, by client; those that are too long are counted and logged."""

@@ -10,7 +10,7 @@ from ..core import tree
 from .client_store import ClientStore
 
 
-@tree.tree
+@tree.tree_dataclass
 class WithLosses:
     """The state of a server as it is stored, with the losses by which clients are drawn.
 

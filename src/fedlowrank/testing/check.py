@@ -274,7 +274,7 @@ def _impure_function(at: Trajectory) -> str | None:
         run.evaluation()
         run.method.metrics(run.state.server)
         for info in run.federation.infos[:1]:
-            run.method.update(run.method.download(run.state.server, info), info, run.task)
+            run.method.describe_update(run.method.download(run.state.server, info), info, run.task)
     except ImpureError as error:
         return str(error)
     return None

@@ -47,9 +47,9 @@ class CalledTwice(MethodWrapper[Any, Any, Any, Any]):
         """See the base class."""
         return self._twice("server_update", server=server, total=total, view=view)
 
-    def update(self, down: Any, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
         """See the base class."""
-        found: Update = self._twice("update", down=down, client=client, task=task)
+        found: Update = self._twice("describe_update", down=down, client=client, task=task)
         return found
 
     def client_model(self, state: Any, down: Any, view: ClientView) -> ClientModel:

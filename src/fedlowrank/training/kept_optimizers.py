@@ -26,7 +26,7 @@ from ..core.learning.optimizer import OptimizerState
 T = TypeVar("T")
 
 
-@tree.tree
+@tree.tree_dataclass
 class StateWithOptimizers:
     """What a client keeps when it keeps states of its optimizers.
 

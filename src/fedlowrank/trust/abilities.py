@@ -43,7 +43,7 @@ class _Trial:
 
     @property
     def update(self) -> Update:
-        return self.method.update(self.down, self.client, self.task)
+        return self.method.describe_update(self.down, self.client, self.task)
 
     @property
     def reference(self) -> Any:

@@ -63,7 +63,7 @@ def is_unbiased(stages: tuple[Stage, ...]) -> bool:
     return all(isinstance(stage, Int8) for stage in stages)
 
 
-@tree.tree
+@tree.tree_dataclass
 class Compressed:
     """An update as it is sent.
 

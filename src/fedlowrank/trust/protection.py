@@ -58,7 +58,7 @@ from .updates import (
 logger = logging.getLogger(__name__)
 
 
-@tree.tree
+@tree.tree_dataclass
 class ClientState:
     """The state of the method's client, and what compression has lost so far."""
 
@@ -66,7 +66,7 @@ class ClientState:
     residual: Params | None
 
 
-@tree.tree
+@tree.tree_dataclass
 class ServerState:
     """The state of the method's server, and the clipping norm of the next round."""
 
@@ -74,7 +74,7 @@ class ServerState:
     clip: float
 
 
-@tree.tree
+@tree.tree_dataclass
 class Download:
     """What the method sends, and the clipping norm where it changes."""
 
@@ -82,7 +82,7 @@ class Download:
     clip: float | None
 
 
-@tree.tree
+@tree.tree_dataclass
 class Upload:
     """What the method sends back, its update compressed.
 
@@ -135,7 +135,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         """Whether the clipping norm follows the norms of updates."""
         return self.trust.clipping.quantile is not None
 
-    def update(self, down: Download, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The method's, in a decoded upload; a compressed upload has one form."""
         found = self._update(down.message, client)
         within = torch.zeros(1) if self.is_adaptive else None

@@ -1,4 +1,4 @@
-"""The update of a client: its upload minus the reference that :meth:`fedlowrank.core.contract.method.Method.update` names.
+"""The update of a client: its upload minus the reference that ``Method.describe_update`` names.
 
 A reference has the form of the upload, with :data:`~fedlowrank.core.contract.update.NO_UPDATE` or
 :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE` in the place of some parts.
@@ -53,7 +53,7 @@ def update_with_dense_reference(method: AnyMethod, down: Any, client: ClientInfo
         client: who it is.
         task: of the run.
     """
-    found = method.update(down, client, task)
+    found = method.describe_update(down, client, task)
     return replace(found, reference=dense_weights(found.reference, task.model(client).initial))
 
 

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...core.arguments.field_checks import check_value
 from ...core.errors import ConfigError
 from ...core.key import Key
-from ...core.tree import tree, widen
+from ...core.tree import tree_dataclass, widen
 from ...linalg.factored import thin_svd
 
 Construction = Literal["balanced", "filter", "channel", "reshaped", "input"]
@@ -39,7 +39,7 @@ EPS = 1e-5
 """ε of the preconditioner, as in the authors' code."""
 
 
-@tree
+@tree_dataclass
 class Pairs:
     """C low-rank updates U_c V_cᵀ of one folded weight.
 

@@ -365,7 +365,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         """
         return Mean(upload, client.examples)
 
-    def update(self, down: D, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: D, client: ClientInfo, task: Task) -> Update:
         """What in an upload of this client is its update; by default the upload minus the download.
 
         Both sides call it, the server in rounds without replies, too: it depends on the client's architecture, rank

@@ -21,7 +21,7 @@ from ..arguments.bounds import check_minimum
 from ..arguments.field_checks import CheckedFields
 from ..arguments.switch import Switch, check_switch
 from ..errors import ConfigError
-from ..tree import tree
+from ..tree import tree_dataclass
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _scale(schedule: Schedule | LocalSchedule, place: int, length: int) -> float
     return 1 - (1 - schedule.floor) * done if schedule.kind == "linear" else 1.0
 
 
-@tree
+@tree_dataclass
 class OptimizerState:
     """What an optimizer keeps of the parameters of a pass.
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError
-from ..tree import tree as node
+from ..tree import tree_dataclass
 from .optimizer import SGD, Optimizer, clip, refuse_keep
 
 T = TypeVar("T")
 
 
-@node
+@tree_dataclass
 class ServerOptimizerState:
     """What a server's optimizer keeps from round to round.
 

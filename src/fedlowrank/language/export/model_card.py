@@ -97,8 +97,8 @@ def lora_ranks_of_clients(run: Run, largest: int, own: int) -> list[int]:
     """
     tuning = getattr(unwrap(run.method), "tuning", None)
     if isinstance(tuning, Tuning):
-        return [tuning.rank_of(info, largest) for info in run.federation.infos]
-    return [min(own if info.rank is None else info.rank, largest) for info in run.federation.infos]
+        own = tuning.rank or own
+    return [min(info.rank or own, largest) for info in run.federation.infos]
 
 
 def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:

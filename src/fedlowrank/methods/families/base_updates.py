@@ -24,14 +24,14 @@ from ...adapters.lora.lora_factors import LoRA
 from ...adapters.wire_format import PackedFactors, WireType, pack_factors, unpack_factors
 from ...core import tree as trees
 from ...core.contract.method import ClientInfo
-from ...core.tree import Params, tree
+from ...core.tree import Params, tree_dataclass
 from ...linalg.pair import Factors, Pair
 
 Keep = Literal["merged", "stacked"]
 T = TypeVar("T")
 
 
-@tree
+@tree_dataclass
 class UpdateHistory:
     """The server's side: the update of every round, of scale 1, and how many each client has."""
 
@@ -48,7 +48,7 @@ class UpdateHistory:
         return UpdateHistory([*self.updates, pack_factors(update, wire)], at)
 
 
-@tree
+@tree_dataclass
 class Base:
     """The client's side: the updates so far.
 

@@ -15,7 +15,16 @@ from ...core.arguments.switch import Switch, check_switch
 from ...core.contract.model import Model
 from ...core.errors import ConfigError
 from ...core.tree import Params
-from ...linalg.delta import Delta, FactorSplit, split_svd, tail_energy, truncate_delta, update_deltas
+from ...linalg.delta import (
+    Delta,
+    DeltaForm,
+    FactorSplit,
+    initial_deltas,
+    split_svd,
+    tail_energy,
+    truncate_delta,
+    update_deltas,
+)
 from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
@@ -48,6 +57,20 @@ def first_components(
         b[:, r:], a[r:] = first.b[:, r:own], first.a[r:own]
         found[name] = Pair(b.contiguous(), a.contiguous())
     return found
+
+
+def starting_deltas(model: Model, form: DeltaForm, rank: int) -> dict[str, Delta]:
+    """W before the first round: the update of the model's trained factors, or zero.
+
+    Args:
+        model: with its adapted layers.
+        form: how W is held.
+        rank: the largest of a client.
+    """
+    lora = lora_of(model)
+    blocks = {name: [(lora.scale, pair)] for name, pair in lora.trained.items()}
+    zero = initial_deltas(lora.shapes, form, rank)
+    return update_deltas(zero, blocks) if blocks else zero
 
 
 def is_half(drawn: Factors) -> bool:

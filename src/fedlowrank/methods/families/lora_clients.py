@@ -84,7 +84,7 @@ def collect_factors(method: _Tuned, upload: Message, client: ClientInfo, server:
     return {"factors": Each(unpack_factors(upload.factors)), "rest": Mean(upload.rest, client.examples)}
 
 
-def update_of_factors(method: _Tuned, down: Message, client: ClientInfo, task: Task) -> Update:
+def describe_factor_update(method: _Tuned, down: Message, client: ClientInfo, task: Task) -> Update:
     """Relative to what was sent, in the client's scale s."""
     return Update(down, method.tuning.scale_of(task, client))
 

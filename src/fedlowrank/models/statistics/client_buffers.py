@@ -12,10 +12,10 @@ import dataclasses
 from typing import Any
 
 from ...core.contract.task import Task
-from ...core.tree import Params, tree
+from ...core.tree import Params, tree_dataclass
 
 
-@tree
+@tree_dataclass
 class StateWithBuffers:
     """What a client keeps when its forward passes have changed buffers.
 

@@ -307,7 +307,7 @@ class ClientRegistry:
             raise UnregisteredNodeError("no client has registered, so the form of the examples is unknown")
         empty = ClientData(self.form.empty, self.form.empty, self.form.empty)
         language = self.made.load_language(self.form.classes)
-        if language is not None and (different := compare_base_files(language.loaded.files, self._base)):
+        if language is not None and (different := compare_base_files(language.files, self._base)):
             raise UnregisteredNodeError(
                 f"the server has another base model than the clients: {different}. Copy the files of one machine "
                 "to all, or load the same revision."

@@ -20,5 +20,5 @@ def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) 
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
     down = tree.zeros_like(down)
     upload, trained = trace_upload(method, task, info, down)
-    form = method.update(down, info, task).form
+    form = method.describe_update(down, info, task).form
     return Template.of(upload if form is None else form, trained)

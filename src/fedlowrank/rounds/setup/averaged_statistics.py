@@ -26,11 +26,11 @@ from ...core.contract.model import Model
 from ...core.contract.update import Update
 from ...core.contract.wrapper import MethodWrapper
 from ...core.errors import ConfigError, TaskError
-from ...core.tree import Params, tree
+from ...core.tree import Params, tree_dataclass
 from ..run_settings import RunSettings
 
 
-@tree
+@tree_dataclass
 class WithStatistics:
     """A value of the method, with running statistics by name.
 
@@ -80,9 +80,9 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
         view.model.set_buffers(before)
         return state, WithStatistics(upload, found)
 
-    def update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
         """The method's; statistics are no update, so that they are neither clipped nor compressed."""
-        found = self.inner.update(down.inner, client, task)
+        found = self.inner.describe_update(down.inner, client, task)
         form = None if found.form is None else WithStatistics(found.form, down.statistics)
         return Update(WithStatistics(found.reference, None), found.scale, form)
 
