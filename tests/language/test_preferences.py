@@ -27,7 +27,6 @@ from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.language.objectives import preference_pairs
-from fedlowrank.language.objectives.reference_scores import add_reference
 from fedlowrank.rounds.run import Run
 from fedlowrank.training.local_data import LocalData, size_of
 
@@ -174,16 +173,23 @@ def test_the_reference_is_the_base_without_its_adapter(llama: Path, tmp_path: Pa
             with torch.no_grad(), model.disable_adapter():
                 by_hand = [[total for total, _ in pair_by_hand(model, x, i)] for i in range(len(examples))]
             torch.testing.assert_close(x["reference"], torch.tensor(by_hand), rtol=1e-5, atol=1e-5)
-    # also where the adapter at hand is not the initial one
-    language = language_of_run(run)
-    start = {n: p.clone() for n, p in language.model.named_parameters() if "lora_" in n}
-    move_adapter(language.model)
-    again = add_reference(run.federation.clients, language.architecture(run.federation.clients[0].train.x))  # type: ignore[arg-type]
-    install(language.model, start)
-    for data, same in zip(run.federation.clients, again, strict=True):
-        torch.testing.assert_close(same.train.x["reference"], data.train.x["reference"])  # type: ignore[index,call-overload]
     orpo: Any = run_of(tables(llama, tmp_path, ORPO), steps=0).federation.clients[0].train.x
     assert "reference" not in orpo
+
+
+def test_the_reference_is_the_adapter_that_training_starts_from(llama: Path, tmp_path: Path) -> None:
+    model = language_model(run_of(tables(llama, tmp_path, DPO), steps=0))
+    move_adapter(model)
+    model.save_pretrained(tmp_path / "start")
+    run = run_of(tables(llama, tmp_path, DPO, lora={"start": str(tmp_path / "start")}), steps=0)
+    x: Any = run.federation.clients[0].train.x
+    with torch.no_grad():
+        by_hand = [[total for total, _ in pair_by_hand(model, x, i)] for i in range(4)]
+        with model.disable_adapter():
+            without = [total for total, _ in pair_by_hand(model, x, 0)]
+    torch.testing.assert_close(x["reference"][:4], torch.tensor(by_hand), rtol=1e-4, atol=1e-4)
+    assert (x["reference"][0] - torch.tensor(without)).abs().max() > 0.01
+    assert run.start().mean("test", "loss") == pytest.approx(math.log(2), rel=1e-3)
 
 
 def test_scores_of_a_gpu_are_those_of_a_cpu(

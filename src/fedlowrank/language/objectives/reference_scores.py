@@ -1,10 +1,9 @@
-"""Log-probabilities of responses under the base model, the reference of DPO; found once, before any training."""
+"""Log-probabilities of responses under the model at the start, the reference of DPO; found once, before any training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +19,18 @@ def add_reference(
 ) -> list[ClientData]:
     """Examples of pairs with an input ``reference`` ``[n, 2]``: log π_ref(y|x) of both responses.
 
-    π_ref is the base without its adapter, so no second model is held. Log-probabilities are summed over the tokens of the
-    response that count.
+    π_ref is the model that training starts from: the base, with the adapter of ``lora.start`` if there is one (a fresh
+    adapter changes nothing). So no second model is held. Log-probabilities are summed over the tokens of the response that
+    count.
 
     Args:
         clients: with examples of :func:`.preference_pairs.make_pairs`.
-        model: of ``peft``, which scores pairs by :func:`.preference_pairs.score_pairs`.
+        model: of the start, which scores pairs by :func:`.preference_pairs.score_pairs`.
         device: on which they are found, by a copy of the model where it is not on the CPU.
     """
     # a run moves its models likewise, and leaves those of the experiment where they are
     model = model if device == "cpu" else model.to(device)
-    base: Any = model.module
-    with torch.inference_mode(), base.disable_adapter():
+    with torch.inference_mode():
         return [
             replace(
                 data,
