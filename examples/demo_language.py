@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from fedlowrank import load_runs
+from fedlowrank.results.records import RunRecord
 
 METHODS = {
-    "standalone": "Standalone",
+    "standalone": "Standalone, rank 32 for all",
     "fedit": "FedIT, rank 2 for all",
     "hetlora": "HetLoRA",
     "flexlora": "FlexLoRA",
@@ -70,6 +71,9 @@ def run_smollm2(folder: Path, base: Path) -> None:
     must(*fedlowrank("adapters", folder / "runs" / "fedhl-s0", "-o", folder / "adapters", "--force"))
     names = [path.stem for path in sorted(organizations.glob("*.jsonl"))]
     print("\n" + loss_table([folder / "runs", folder / "runs-fedit"], names))
+    weights = RunRecord.load(folder / "runs" / "fedhl-s0").rounds[-1].observed["weights"]
+    shown = ", ".join(f"{name} {weights[str(i)]:.3f}" for i, name in enumerate(names))
+    print(f"FedHL's weights p, by truncation error, in the last round: {shown}")
     print("\n" + answers(base, folder / "adapters", organizations, names))
 
 

@@ -59,6 +59,10 @@ class Companion(Protocol):
         """What must be the same when a run is resumed, as JSON."""
         ...
 
+    def answer(self, run: Any) -> list[dict[str, Any]]:
+        """Answers of a :class:`fedlowrank.rounds.run.Run`'s models to fixed prompts, as rows for its report."""
+        ...
+
     def write(self, run: Any, folder: Path) -> list[Path]:
         """Export the models of a :class:`fedlowrank.rounds.run.Run` for other libraries.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.rank_limits import warn_lowered_ranks
-from ..core.arguments.bounds import check_bounds
+from ..core.arguments.bounds import check_bounds, check_minimum
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.learning.preference_losses import RESPONSE_MASK
@@ -42,6 +42,7 @@ from .lora.start_adapter import WEIGHTS, fields_with_start, load_start
 from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
+from .sample_answers import sample_answers
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
@@ -76,6 +77,8 @@ class LanguageSettings(LanguageBase):
         neftune: α of the noise on embeddings while training (:mod:`.embedding_noise`); 0 for none.
         autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
             weights; none leaves it.
+        prompts: questions that the models answer before the first and after the last round, for the report.
+        answer_tokens: of such an answer at most.
     """
 
     format: Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"] = "auto"
@@ -87,6 +90,8 @@ class LanguageSettings(LanguageBase):
     by_length: bool = False
     neftune: float = 0.0
     autocast: Literal["none", "bfloat16", "float16"] = "none"
+    prompts: tuple[str, ...] = ()
+    answer_tokens: int = 48
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +99,11 @@ class LanguageSettings(LanguageBase):
         if self.packing and self.task != "causal":
             raise ConfigError(
                 f"language.packing joins texts of a causal model, and language.task is {self.task!r}. Set packing to false."
+            )
+        check_minimum("language.answer_tokens", self.answer_tokens, 1)
+        if self.prompts and self.task != "causal":
+            raise ConfigError(
+                f"language.prompts are answered by a causal model, and language.task is {self.task!r}. Leave prompts out"
             )
 
     @property
@@ -145,6 +155,10 @@ class Language:
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made
+
+    def answer(self, run: Run) -> list[dict[str, Any]]:
+        """See :func:`.sample_answers.sample_answers`."""
+        return sample_answers(self, run)
 
     def write(
         self,
