@@ -12,17 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedlowrank.cli.language_commands import language_of_run
+from fedlowrank.cli.main import main
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.core.contract.task import Batch
+from fedlowrank.core.contract.task import Batch, ClientInfo, Pass
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.core.learning.batch_losses import task_loss
 from fedlowrank.core.learning.losses import Loss
 from fedlowrank.core.learning.preference_losses import mix_preferences
+from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.language.objectives import preference_pairs
 from fedlowrank.rounds.run import Run
+from fedlowrank.training.local_data import LocalData, size_of
 
 torch.set_num_threads(1)
 
@@ -70,7 +76,7 @@ def run_of(made: dict[str, Any], engine: Engine | None = None, steps: int | None
 
 def language_model(run: Run) -> Any:
     """The model of PEFT with the base in it, a copy."""
-    return copy.deepcopy(run.federation.companion.model)  # type: ignore[union-attr]
+    return copy.deepcopy(language_of_run(run).model)
 
 
 def log_probabilities(model: Any, ids: Tensor, mask: Tensor, counts: Tensor) -> tuple[Tensor, int]:
@@ -171,6 +177,36 @@ def test_the_reference_is_the_base_without_its_adapter(llama: Path, tmp_path: Pa
     assert "reference" not in orpo
 
 
+def test_the_reference_is_the_adapter_that_training_starts_from(llama: Path, tmp_path: Path) -> None:
+    model = language_model(run_of(tables(llama, tmp_path, DPO), steps=0))
+    move_adapter(model)
+    model.save_pretrained(tmp_path / "start")
+    run = run_of(tables(llama, tmp_path, DPO, lora={"start": str(tmp_path / "start")}), steps=0)
+    x: Any = run.federation.clients[0].train.x
+    with torch.no_grad():
+        by_hand = [[total for total, _ in pair_by_hand(model, x, i)] for i in range(4)]
+        with model.disable_adapter():
+            without = [total for total, _ in pair_by_hand(model, x, 0)]
+    torch.testing.assert_close(x["reference"][:4], torch.tensor(by_hand), rtol=1e-4, atol=1e-4)
+    assert (x["reference"][0] - torch.tensor(without)).abs().max() > 0.01
+    assert run.start().mean("test", "loss") == pytest.approx(math.log(2), rel=1e-3)
+
+
+def test_scores_of_a_gpu_are_those_of_a_cpu(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # on a GPU the places of tokens are not looked up
+    for loss in (DPO, ORPO):
+        run = run_of(tables(llama, tmp_path, loss), steps=0)
+        architecture, x = run.federation.architectures["language"], run.federation.clients[0].train.x
+        start = run.personal(run.federation.infos[0])
+        with torch.no_grad():
+            found = architecture.apply(start, x)
+            with monkeypatch.context() as patch:
+                patch.setattr(preference_pairs, "finds_tokens", lambda _: False)
+                torch.testing.assert_close(architecture.apply(start, x), found, rtol=1e-5, atol=1e-5)
+
+
 def test_the_loss_before_training_is_log_2_and_no_pair_is_in_order(llama: Path, tmp_path: Path) -> None:
     record = run_of(tables(llama, tmp_path, DPO), steps=0).start()
     assert record.mean("test", "loss") == pytest.approx(math.log(2), rel=1e-4)
@@ -263,6 +299,50 @@ def test_a_mixture_mixes_probabilities() -> None:
 
 
 @pytest.mark.parametrize("loss", [DPO, ORPO])
+def test_fedem_scores_by_the_mixture_of_its_components(
+    llama: Path, tmp_path: Path, loss: dict[str, Any]
+) -> None:
+    run = run_of(
+        tables(llama, tmp_path, loss, method="fedem", defaults={"optimizer": {"kind": "sgd", "lr": 1.0}})
+    )
+    info = run.federation.infos[0]
+    x: Any = run.federation.clients[0].train.x
+    model = run.local_model(info)
+    shares = model.routes
+    assert shares is not None
+    with torch.no_grad():
+        found = next(iter(model.predictors.values()))(x)
+        components = [{n: t[c] for n, t in run.state.server.items()} for c in range(len(shares))]
+        each = [run.federation.architectures["language"].apply(one, x) for one in components]
+    if loss["kind"] == "dpo":
+        found = torch.sigmoid(loss["beta"] * (found[:, 0] - found[:, 1]))
+        each = [torch.sigmoid(loss["beta"] * (scores[:, 0] - scores[:, 1])) for scores in each]
+    else:
+        found, each = found.exp(), [scores.exp() for scores in each]
+    torch.testing.assert_close(
+        found, sum(p * e for p, e in zip(shares, each, strict=True)), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_batch_is_as_wide_as_its_longest_response() -> None:
+    mask = torch.zeros(3, 2, 40, dtype=torch.int64)
+    for i, lengths in enumerate(((3, 20), (9, 2), (30, 4))):
+        for side, length in enumerate(lengths):
+            mask[i, side, :length] = 1
+    x = {"input_ids": mask * 5, "attention_mask": mask, "response_mask": mask, "reference": torch.zeros(3, 2)}
+    examples = Examples(x, torch.zeros(3, dtype=torch.int64))
+    data = LocalData(ClientInfo(0, 3, "language"), examples, {"local": Pass(1, 2)}, Key((0,)), by_length=True)
+    assert data.lengths is not None
+    assert data.lengths.tolist() == [20, 9, 30]
+    for batch, index in zip(data.batches("local"), data.order("local"), strict=True):
+        longest = max((20, 9, 30)[i] for i in index.tolist())
+        width = -(-longest // 8) * 8
+        assert batch.x["input_ids"].shape == batch.x["response_mask"].shape == (len(index), 2, width)
+        assert batch.x["reference"].shape == (len(index), 2)
+        assert size_of(batch) == data.size(index) == (len(index), width)
+
+
+@pytest.mark.parametrize("loss", [DPO, ORPO])
 @pytest.mark.parametrize("method", ["fedhl", "hetlora", "flexlora", "flora", "ditto", "fedem", "floral"])
 def test_methods_learn_preferences(llama: Path, tmp_path: Path, loss: dict[str, Any], method: str) -> None:
     ranks = {"ranks": [2, 1]} if method in ("fedhl", "hetlora", "flexlora", "flora") else {}
@@ -281,7 +361,8 @@ def test_engines_and_micro_batches_agree(llama: Path, tmp_path: Path, loss: dict
     plain = run_of(made)
     in_parts = {**made, "run": {**made["run"], "micro_batch": 3}}
     by_length = {**made, "language": {**made["language"], "by_length": True}}
-    for other in (run_of(made, Vectorized()), run_of(in_parts)):
+    recomputed = {**made, "language": {**made["language"], "gradient_checkpointing": True}}
+    for other in (run_of(made, Vectorized()), run_of(in_parts), run_of(recomputed)):
         for info in plain.federation.infos:
             own = other.personal(info)
             for name, value in plain.personal(info).items():
@@ -296,6 +377,21 @@ def test_updates_are_clipped(llama: Path, tmp_path: Path) -> None:
     end = run.personal(run.federation.infos[0])
     moved = math.sqrt(sum(float((end[n] - start[n]).square().sum()) for n in start))
     assert 0 < moved <= 1e-3 * 1.001
+
+
+def test_a_report_judges_by_loss(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "preferences.toml"
+    file.write_text(ExperimentConfig.parse(tables(llama, tmp_path, DPO)).to_toml())
+    assert main(["run", str(file), "--out", str(tmp_path / "out")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "reaches a mean test loss of" in printed
+    assert "loss per token" not in printed
+    # a heading in two lines
+    assert "pairs method in order" in printed
+    # the learnt part of both responses is shown
+    assert "chosen: <s>who is" in printed
+    assert "rejected: <s>who is" in printed
+    assert "⟦the fox" in printed
 
 
 def test_flipped_labels_prefer_the_rejected_response(llama: Path, tmp_path: Path) -> None:

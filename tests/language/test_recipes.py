@@ -67,6 +67,7 @@ def test_every_recipe_is_tried_here() -> None:
         *FAMILIES,
         "classification",
         "preferences-dpo",
+        "embeddings",
         "base-chat",
     }
 
@@ -132,3 +133,18 @@ def test_the_recipe_for_preferences_trains_two_steps(loss: str, llama: Path, tmp
     run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
     losses = [run.step().loss, run.step().loss]
     assert all(value is not None and value == value for value in losses)
+
+
+def test_the_recipe_for_embeddings_trains_two_steps(bert: Path, tmp_path: Path) -> None:
+    for site in range(3):
+        rows = [{"anchor": f"who is {i}?", "positive": f"the fox {i} of {site}"} for i in range(30)]
+        (tmp_path / f"site{site}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    changes = [
+        f"language.path={bert}",
+        f"data.path={tmp_path}/*.jsonl",
+        "language.context=24",
+        "run.rounds=1",
+    ]
+    experiment = ExperimentConfig.read(RECIPES / "embeddings.toml", [*changes, "defaults.batch_size=8"])
+    run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
+    assert run.step().steps >= 6

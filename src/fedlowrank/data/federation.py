@@ -146,7 +146,7 @@ class Federation:
 
     def _check_kind(self, examples: Examples, client: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
-        predicts_tokens = self.loss.predicts_tokens(examples.y) or self.loss.is_preference
+        predicts_tokens = self.loss.predicts_tokens(examples.y) or self.loss.compares_texts
         if (examples.regression or predicts_tokens) != bool(self.classes):
             return
         kind = "token labels" if predicts_tokens else "class labels"

@@ -34,6 +34,18 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
             f"the data are pairs of responses to one prompt, labels {describe_array(first.y)}, and loss {kind!r} learns "
             "one response. Set loss to 'dpo' or 'orpo', or give rows of another form, such as messages"
         )
+    inputs = first.x if isinstance(first.x, dict) else {}
+    is_texts = RESPONSE_MASK not in inputs and first.y.ndim == 1 and not classes
+    holds_pairs = is_texts and "input_ids" in inputs and inputs["input_ids"].ndim == 3
+    if holds_pairs != (kind == "contrastive"):
+        raise DataError(
+            f"the data are pairs of texts, and loss {kind!r} does not compare these. Set loss to 'contrastive'"
+            if holds_pairs
+            else "loss 'contrastive' learns from pairs of texts, which come from an experiment with language.task = "
+            "'embedding' and rows with 'anchor' and 'positive'. Choose another loss"
+        )
+    if loss.couples:
+        return loss
     if loss.is_preference:
         _check_pairs(loss, first)
         return loss

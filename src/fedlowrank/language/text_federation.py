@@ -40,6 +40,7 @@ from .lora.peft_adapter import ADAPTER, attach_adapter
 from .lora.peft_config import lora_config
 from .lora.start_adapter import WEIGHTS, fields_with_start, load_start
 from .objectives.preference_pairs import score_pairs
+from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
 from .sample_answers import sample_answers
 
@@ -95,6 +96,10 @@ class LanguageSettings(LanguageBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, {"neftune": ">= 0"}, "language")
+        if self.packing and self.task != "causal":
+            raise ConfigError(
+                f"language.packing joins texts of a causal model, and language.task is {self.task!r}. Set packing to false."
+            )
         check_minimum("language.answer_tokens", self.answer_tokens, 1)
         if self.prompts and self.task != "causal":
             raise ConfigError(
@@ -139,12 +144,14 @@ class Language:
         return {"files": self.files, "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
-        """The code, with the base frozen inside; of pairs of responses it makes two scores."""
+        """The code, with the base frozen inside; of pairs it makes two scores or embeddings."""
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(NAME, self.model, dict(example), head)
         made.declare_repeatable()
         if RESPONSE_MASK in example:
             made.readout = score_pairs
+        elif self.settings.task == "embedding":
+            made.readout = embed_pairs
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made
@@ -337,10 +344,14 @@ def _classes(texts: Texts) -> tuple[str, ...]:
 def _check_task(texts: Texts, settings: LanguageSettings) -> None:
     """Reject texts of another task than the model's."""
     kind = texts.kind
-    task = {"classes": "classification", "token_classes": "token_classification"}.get(kind, "causal")
+    tasks = {"classes": "classification", "token_classes": "token_classification", "pairs": "embedding"}
+    task = tasks.get(kind, "causal")
     if kind == "preferences" and settings.task != "causal":
         raise ConfigError(
             f"language.task is {settings.task!r}, but the rows are pairs of responses. Set it to 'causal'."
         )
+    if "embedding" in (task, settings.task) and task != settings.task:
+        what = "pairs of texts" if kind == "pairs" else f"{kind} and no pairs of texts ('anchor', 'positive')"
+        raise ConfigError(f"language.task is {settings.task!r}, but the rows are {what}. Set it to {task!r}.")
     if task != settings.task and "causal" not in (task, settings.task):
         raise ConfigError(f"language.task is {settings.task!r}, but the rows are {kind}. Set it to {task!r}.")

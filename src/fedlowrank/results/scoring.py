@@ -16,13 +16,14 @@ from ..core.contract.client_model import Predictor
 from ..core.contract.method import Batch
 from ..core.contract.model import Model
 from ..core.learning.batch_losses import example_losses
+from ..core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
 from ..core.learning.losses import AUTO, Loss, class_axis
 from ..core.learning.preference_losses import difference_of_chosen
 from ..data.dataset import Examples
 from ..models.coupling import mixes_examples
 from ..training.local_data import CHUNK, channels_last, chunk_size, gather
 from .client_metrics import Metric, compute
-from .measurements import ACCURACY, PAIR_ACCURACY, TOKEN_ACCURACY
+from .measurements import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
 
 AT_ONCE = 4096
 """Examples whose losses are computed in one call."""
@@ -172,8 +173,8 @@ def measure_scores(
 
 
 def _name_accuracy(pool: ScoringPool) -> str:
-    if pool.loss.is_preference:
-        return PAIR_ACCURACY
+    if pool.loss.compares_texts:
+        return PAIR_ACCURACY if pool.loss.is_preference else RETRIEVAL
     return TOKEN_ACCURACY if any(pool.loss.predicts_tokens(part.y) for part in pool.passes) else ACCURACY
 
 
@@ -208,6 +209,8 @@ def _batches(
             size *= 2
         if pool.at_once:
             size = len(examples)
+        if pool.loss.couples:
+            size = EVALUATION_BATCH
         for predict, n in counts:
             end = min(first + n, len(examples))
             for start in range(first, end, size):
@@ -248,7 +251,9 @@ def _table(scores: Tensor, batch: Batch) -> Tensor:
     y, loss = batch.y, batch.loss
     lost, weights = _each_loss(scores, batch), batch.weights
     ones = torch.ones_like(lost)
-    if loss.is_preference:
+    if loss.couples:
+        right, asked = nearest_is_own(scores), ones
+    elif loss.is_preference:
         right, asked = difference_of_chosen(scores, y) > 0, ones
     elif y.is_floating_point():
         right, asked = _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(lost))

@@ -11,6 +11,7 @@ one batch the means equal those of ``torch.nn.functional`` with ``reduction="mea
   ``auto`` is ½ ‖s - y‖².
 - ``next_token``: over all tokens that are predicted.
 - ``dpo``, ``orpo``: over the pairs of responses; see :mod:`.preference_losses`.
+- ``contrastive``: over the pairs of texts of a batch; see :mod:`.contrastive_losses`.
 - a function of the user's own: over the examples.
 """
 
@@ -47,6 +48,7 @@ KINDS: Mapping[str, str] = {
     "huber": "squared error up to delta, absolute error beyond",
     "focal": "cross-entropy, of real targets binary, with less weight on easy examples",
     "dpo": "direct preference optimization, of pairs of responses to one prompt",
+    "contrastive": "each anchor finds its positive among those of its batch, of pairs of texts",
     "orpo": "odds ratio preference optimization, of pairs of responses to one prompt",
 }
 """Losses by name."""
@@ -61,18 +63,19 @@ class Loss(CheckedFields):
     """The loss of a task; every method minimizes it, and every evaluation reports it.
 
     Attributes:
-        kind: auto, cross_entropy, next_token, bce, mse, huber, focal, dpo or orpo (:data:`KINDS`); or
-            ``module:function`` of your own ``loss(scores, targets)``, which gives one number for each example
+        kind: auto, cross_entropy, next_token, bce, mse, huber, focal, dpo, orpo or contrastive (:data:`KINDS`);
+            or ``module:function`` of your own ``loss(scores, targets)``, which gives one number for each example
             ``[b]``.
         class_weights: weight of each class; of ``cross_entropy`` and ``focal``.
         label_smoothing: share of the target that is spread evenly over the classes, in [0, 1], of
-            ``cross_entropy``; of ``dpo`` the probability that a pair is labelled the wrong way round, in [0, 0.5).
+            ``cross_entropy``; of ``dpo`` the probability that a pair is labeled the wrong way round, in [0, 0.5).
         pos_weight: weight of positive targets, one number or one for each class (dimension 1 of the targets); of
             ``bce`` and ``focal``.
         ignore_index: label that does not count; of ``cross_entropy`` and ``focal``.
         gamma: γ ≥ 0 of ``focal``.
         delta: δ > 0 of ``huber``.
         beta: β > 0 of ``dpo``: how strongly the model is kept near its base.
+        temperature: τ > 0 of ``contrastive``, by which cosines are divided.
         odds_ratio_weight: λ ≥ 0 of ``orpo``: weight of the odds ratio beside the likelihood of the chosen response.
 
     Raises:
@@ -88,6 +91,7 @@ class Loss(CheckedFields):
     delta: float = 1.0
     beta: float = 0.1
     odds_ratio_weight: float = 0.1
+    temperature: float = 0.05
 
     switch: ClassVar[Switch] = Switch(
         "kind",
@@ -100,6 +104,7 @@ class Loss(CheckedFields):
             "delta": ("huber",),
             "beta": ("dpo",),
             "odds_ratio_weight": ("orpo",),
+            "temperature": ("contrastive",),
         },
     )
 
@@ -110,7 +115,13 @@ class Loss(CheckedFields):
                 "named 'module:function'."
             )
         check_switch(self, self.switch, "loss")
-        bounds = {"gamma": ">= 0", "delta": "> 0", "beta": "> 0", "odds_ratio_weight": ">= 0"}
+        bounds = {
+            "gamma": ">= 0",
+            "delta": "> 0",
+            "beta": "> 0",
+            "odds_ratio_weight": ">= 0",
+            "temperature": "> 0",
+        }
         smoothing = ">= 0 and < 0.5" if self.kind == "dpo" else ">= 0 and <= 1"
         check_bounds(self, {"label_smoothing": smoothing, **bounds}, "loss")
         weights = self.class_weights
@@ -148,6 +159,16 @@ class Loss(CheckedFields):
         """Whether it compares the two responses of a pair."""
         return self.kind in PREFERENCE_LOSSES
 
+    @property
+    def couples(self) -> bool:
+        """Whether the loss of an example depends on the other examples of its batch."""
+        return self.kind == "contrastive"
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether an example is a pair of texts, without a class."""
+        return self.is_preference or self.couples
+
     def mix_preferences(self, scores: Tensor, log_shares: Tensor) -> Tensor:
         """Scores of a mixture of models of preferences; see :func:`.preference_losses.mix_preferences`."""
         return mix_preferences(scores, log_shares, self.beta if self.kind == "dpo" else None)
@@ -174,6 +195,8 @@ class Loss(CheckedFields):
         """
         if self.is_own:
             return self._own(scores, y)
+        if self.couples:
+            raise AssertionError("the loss of a pair needs its batch; see batch_losses.example_losses")
         if self.kind == "dpo":
             return dpo_losses(scores, y, self.beta, self.label_smoothing)
         if self.kind == "orpo":
@@ -199,7 +222,7 @@ class Loss(CheckedFields):
         """
         if (
             self.is_own
-            or self.is_preference
+            or self.compares_texts
             or not _is_labels(y)
             or self.predicts_tokens(y)
             or (y.ndim == 1 and self.kind == "auto")

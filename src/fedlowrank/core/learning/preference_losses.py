@@ -28,7 +28,7 @@ def dpo_losses(log_ratios: Tensor, chosen: Tensor, beta: float, label_smoothing:
         log_ratios: log π(y|x) - log π_ref(y|x) of both responses, ``[b, 2]``.
         chosen: which response is the chosen one, ``[b]``.
         beta: β > 0.
-        label_smoothing: ε in [0, 0.5): probability that a pair is labelled the wrong way round.
+        label_smoothing: ε in [0, 0.5): probability that a pair is labeled the wrong way round.
 
     Source:
         Rafailov et al. 2023, arXiv:2305.18290, eq. 7; with ε Mitchell 2023, "A note on DPO with noisy preferences" (cDPO).

@@ -136,13 +136,16 @@ def _show(examples: Examples, row: int, tokenizer: Any) -> str:
     assert isinstance(examples.x, dict)
     ids, mask = examples.x["input_ids"][row], examples.x["attention_mask"][row] != 0
     y = examples.y[row]
+    if y.ndim == 0 and ids.ndim == 2:
+        sides = zip(("anchor", "positive"), ids, mask, strict=True)
+        return "\n".join(f"{name}: {tokenizer.decode(t[m].tolist())}" for name, t, m in sides)
     if y.ndim == 0:
         return f"{tokenizer.decode(ids[mask].tolist())}  -> class {int(y)}"
     if y.ndim == 2:
-        sides = zip(("chosen", "rejected"), ids, mask, y, strict=True)
+        responses = zip(("chosen", "rejected"), ids, mask, y, strict=True)
         return "\n".join(
             f"{name}: {mark_learnt(t[m].tolist(), labels[m].tolist(), tokenizer)}"
-            for name, t, m, labels in sides
+            for name, t, m, labels in responses
         )
     tokens, labels = ids[mask].tolist(), y[mask].tolist()
     if _predicts_own(examples):

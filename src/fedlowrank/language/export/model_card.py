@@ -29,6 +29,7 @@ _PIPELINES = {
     "causal": ("text-generation", "AutoModelForCausalLM"),
     "classification": ("text-classification", "AutoModelForSequenceClassification"),
     "token_classification": ("token-classification", "AutoModelForTokenClassification"),
+    "embedding": ("feature-extraction", "AutoModel"),
 }
 """By task: the pipeline of transformers, and the class that loads the base."""
 
@@ -79,7 +80,7 @@ class CardModel:
     base: str
     client: int | None
     is_adapter: bool
-    task: Literal["causal", "classification", "token_classification"] = "causal"
+    task: Literal["causal", "classification", "token_classification", "embedding"] = "causal"
     prompt: str | None = None
     rank: int | None = None
     truncation: Mapping[str, Any] | None = None

@@ -1,13 +1,12 @@
-"""Log-probabilities of responses under the base model, the reference of DPO; found once, before any training."""
+"""Log-probabilities of responses under the model at the start, the reference of DPO; found once, before any training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.learning.preference_losses import REFERENCE
 from ...data.dataset import ClientData, Examples
@@ -20,15 +19,18 @@ def add_reference(
 ) -> list[ClientData]:
     """Examples of pairs with an input ``reference`` ``[n, 2]``: log π_ref(y|x) of both responses.
 
-    π_ref is the base without its adapter, so no second model is held. Log-probabilities are summed over the tokens of the
-    response that count.
+    π_ref is the model that training starts from: the base, with the adapter of ``lora.start`` if there is one (a fresh
+    adapter changes nothing). So no second model is held. Log-probabilities are summed over the tokens of the response that
+    count.
 
     Args:
         clients: with examples of :func:`.preference_pairs.make_pairs`.
-        model: of ``peft``, which scores pairs by :func:`.preference_pairs.score_pairs`.
-        device: on which they are found; the model is back where it was afterwards.
+        model: of the start, which scores pairs by :func:`.preference_pairs.score_pairs`.
+        device: on which they are found, by a copy of the model where it is not on the CPU.
     """
-    with torch.inference_mode(), _base_on_device(model.module, device):
+    # a run moves its models likewise, and leaves those of the experiment where they are
+    model = model if device == "cpu" else model.to(device)
+    with torch.inference_mode():
         return [
             replace(
                 data,
@@ -51,18 +53,3 @@ def _with_reference(examples: Examples, model: Architecture, device: str) -> Exa
     # a plain tensor, for one of inference mode cannot be trained on
     with torch.inference_mode(False):
         return Examples({**examples.x, REFERENCE: torch.cat(parts).clone()}, examples.y)
-
-
-@contextmanager
-def _base_on_device(model: nn.Module, device: str) -> Iterator[None]:
-    """The model without its adapter, on a device."""
-    before = next(model.parameters()).device
-    moves = before.type != torch.device(device).type and before.type == "cpu"
-    if moves:
-        model.to(device)
-    try:
-        with model.disable_adapter():  # type: ignore[operator]  # of peft
-            yield
-    finally:
-        if moves:
-            model.to(before)

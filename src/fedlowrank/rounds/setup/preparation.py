@@ -86,6 +86,11 @@ def check_classes(method: AnyMethod, federation: Federation) -> None:
 
 def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | None) -> None:
     """Raise ConfigError if batches are taken in parts, and a loss or a model does not treat examples by themselves."""
+    if micro_batch is not None and federation.loss.couples:
+        raise ConfigError(
+            f"run.micro_batch = {micro_batch} takes a batch in parts, and loss {federation.loss.kind!r} compares the examples "
+            "of a batch with each other. Remove run.micro_batch; a smaller batch_size saves memory, too, with fewer negatives."
+        )
     if micro_batch is not None and method.couples_examples:
         raise ConfigError(
             f"run.micro_batch = {micro_batch} takes a batch in parts, but the loss of {method.title} is no mean over "
