@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -51,7 +52,15 @@ def write_adapter(base: Path, folder: Path, **config: Any) -> Tensor:
     return logits
 
 
-def make_run(base: Path, folder: Path, rows: Path, method: str, lora: dict[str, Any], lr: float = 0.0) -> Run:
+def make_run(
+    base: Path,
+    folder: Path,
+    rows: Path,
+    method: str,
+    lora: dict[str, Any],
+    lr: float = 0.0,
+    start: Path | None = None,
+) -> Run:
     for c in range(2):
         lines = [json.dumps({"prompt": f"who is {i}?", "completion": f"the fox {c}"}) for i in range(12)]
         (rows / f"site{c}.jsonl").write_text("\n".join(lines))
@@ -69,6 +78,7 @@ def make_run(base: Path, folder: Path, rows: Path, method: str, lora: dict[str, 
             "language": {"path": str(base), "context": 48, "format": "plain"},
             "lora": {"start": str(folder), **lora},
             "run": {"rounds": 1},
+            "local": {} if start is None else {"start": str(start)},
             "defaults": {"steps": 1, "batch_size": 4, "optimizer": {"kind": "sgd", "lr": lr}},
         }
     )
@@ -194,3 +204,14 @@ def test_trained_layers_of_your_own_module_are_the_start(name: str) -> None:
     with torch.no_grad():
         found = torch.func.functional_call(net, params, (x,))
     assert torch.allclose(found, net(x), atol=1e-5)
+
+
+def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter")
+    run = make_run(llama, tmp_path / "of the others", tmp_path, "fedit", {}, start=tmp_path / "adapter")
+    assert torch.allclose(logits_of(run, run.personal(run.federation.infos[1])), expected, atol=2e-5)
+    files = run.federation.companion.files
+    weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert files["start/adapter_model.safetensors"] == hashlib.blake2b(weights, digest_size=16).hexdigest()
+    with pytest.raises(ConfigError, match=r"lora\.start is not set"):
+        make_run(llama, tmp_path, tmp_path, "fedit", {"start": None}, start=tmp_path / "adapter")

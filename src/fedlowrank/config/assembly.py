@@ -60,6 +60,10 @@ class FederationSettings(Protocol):
     def language_here(self) -> LanguageSettings | None:
         """The language model as it is on this machine."""
 
+    @property
+    def start_here(self) -> str | None:
+        """The folder of the adapter to start from on this machine, or None."""
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -141,7 +145,7 @@ def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
     extra: dict[str, Any] = {}
     if isinstance(experiment.lora, PeftSettings):
-        extra = {**(experiment.lora.model_extra or {}), "start": experiment.lora.start}
+        extra = {**(experiment.lora.model_extra or {}), "start": experiment.start_here}
     settings: Any = experiment.language_here
     path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
     key = Key((experiment.run.seed,)) / "init" / "language"

@@ -306,6 +306,11 @@ class ExperimentConfig(pydantic.BaseModel):
         # refuses what this machine does not have
         _ = self.run_here
         if isinstance(self.lora, PeftSettings):
+            if self.local.start is not None and self.lora.start is None:
+                raise ConfigError(
+                    "local.start says where the adapter of lora.start lies on this machine, and lora.start is not set. Set it "
+                    "in the file of all machines"
+                )
             lora_config(self.lora.model_extra or {})
         self.describe()
         return self
@@ -319,6 +324,12 @@ class ExperimentConfig(pydantic.BaseModel):
     def language_here(self) -> LanguageSettings | None:
         """The language model as it is on this machine: ``[language]`` with the fields of ``[local]``."""
         return None if self.language is None else self.local.adapt_language(self.language)
+
+    @property
+    def start_here(self) -> str | None:
+        """The folder of the adapter to start from on this machine, or None."""
+        start = self.lora.start if isinstance(self.lora, PeftSettings) else None
+        return start if self.local.start is None else self.local.start
 
     @property
     def allow_code(self) -> bool:
