@@ -75,7 +75,7 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
             ),
             *_names(
                 "core.tree",
-                "tree map_leaves add sub zeros_like dot square_distance numel nbytes encode decode",
+                "tree_dataclass map_leaves add sub zeros_like dot square_distance numel nbytes encode decode",
             ),
             *_names("testing.check", "check_method CheckFinding"),
         ],

@@ -157,8 +157,16 @@ class Language:
         return made
 
     def answer(self, run: Run) -> list[dict[str, Any]]:
-        """See :func:`.sample_answers.sample_answers`."""
-        return sample_answers(self, run)
+        """Answers to the prompts of the section ``[language]``; see :func:`.sample_answers.sample_answers`."""
+        prompts, tokens = self.settings.prompts, self.settings.answer_tokens
+        if not prompts:
+            return []
+        template = self.prompt_template or INSTRUCTION
+
+        def write_prompt(question: str) -> str:
+            return template.replace(INSTRUCTION, question)
+
+        return sample_answers(run, prompts, self.live, self.loaded.tokenizer, write_prompt, tokens)
 
     def write(
         self,
