@@ -48,13 +48,7 @@ demo-all: $(CORE)
 	@echo "Open runs/demo/report.html in a browser."
 
 demo-language: install
-	$(BIN)/python examples/tiny_language.py runs/demo-language
-	$(BIN)/fedlowrank compare experiments/demo/language.toml -o runs/demo-language/runs --force
-	$(BIN)/fedlowrank adapters runs/demo-language/runs/fedhl-s0 -o runs/demo-language/adapters --merged --force
-	$(BIN)/python examples/load_adapters.py runs/demo-language/base runs/demo-language/adapters "Swap red and bird."
-	@$(BIN)/python examples/demo_summary.py runs/demo-language/runs --language
-	@echo
-	@echo "Open runs/demo-language/runs/report.html in a browser. Adapters: runs/demo-language/adapters"
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo_language.py runs/demo-language $(DEMO)
 
 test: lint types unit
 

@@ -102,7 +102,7 @@ def rounds(count: int, shape: tuple[int, int], kind: str) -> list[str]:
         # what all clients hold vanishes, so the least of their ranks does not count
         width = state["w"].rank - (min(RANKS) if held and i else 0) + sum(RANKS)
         wide = "" if state["w"].state == "dense" else str(width)
-        work = partial(update_deltas, state, blocks, held=held)
+        work = partial(update_deltas, state, blocks, sent_ranks=held)
         state, seconds, memory = measured(work)
         lines.append(f"| {i + 1} | {wide} | {state['w'].state} | {seconds:.2f} | {memory:.2f} |")
         print(lines[-1], flush=True)

@@ -31,6 +31,7 @@ import json
 import math
 import queue as queues
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
@@ -269,6 +270,8 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
                 try:
                     found.append(results.get(timeout=5))
                 except queues.Empty:
+                    if dead := [w.exitcode for w in workers if w.exitcode]:
+                        sys.exit(f"{len(dead)} of {jobs} workers failed; their errors stand above")
                     continue
                 print(json.dumps(found[-1]), file=file, flush=True)
             return found

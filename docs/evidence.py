@@ -6,7 +6,8 @@
 
 ``experiments/evidence/NAME.toml`` is an experiment with a section ``[tune]``. ``run`` leaves its figures in
 ``docs/results/evidence``: ``NAME.csv``, one row for each run, series and evaluated round; ``NAME-tuning.csv``, every setting
-that was tried; and ``NAME.json``, commit, machine, versions and titles. ``write`` replaces what stands between
+that was tried; ``NAME-clients.csv.gz`` and ``NAME-rounds.csv.gz``, the clients' last results and the rounds' costs; and
+``NAME.json``, commit, machine, versions and titles. ``write`` replaces what stands between
 ``<!-- evidence NAME -->`` and ``<!-- end -->`` of the pages by tables of them. ``docs/results/evidence.toml`` says which page an
 experiment belongs to, its natural baseline, and the claims of the papers that it decides.
 """
@@ -27,7 +28,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from evidence_claims import claims_table, comparisons_tables
+from evidence_claims import claims_table, comparisons_tables, papers, verdicts_table
 from evidence_figures import draw
 from evidence_tables import (
     EXPERIMENTS,
@@ -109,7 +110,10 @@ def enter(name: str) -> None:
     """Write the figures of an experiment's finished runs into ``docs/results/evidence``."""
     FIGURES.mkdir(exist_ok=True)
     tests, diverged = _test_folders(RUNS / name)
-    results = _read_runs(tests)
+    runs = pd.concat([load_runs(folder, series="all") for folder in tests], ignore_index=True)
+    rounds = pd.concat([load_rounds(folder) for folder in tests], ignore_index=True)
+    results = summarize_runs(runs[~runs["unseen"]], rounds)
+    keep_details(name, runs, rounds)
     tables = {"": results, "-truncation": observe_truncation(tests), "-recovery": observe_recovery(tests)}
     for ending, figures in tables.items():
         if len(figures):
@@ -125,6 +129,29 @@ def enter(name: str) -> None:
     (FIGURES / f"{name}.json").write_text(json.dumps(source, indent=1, ensure_ascii=False) + "\n")
     if name not in read_settings():
         print(f"{name} is not in {RESULTS / 'evidence.toml'}: `write` will show it on no page until it is")
+
+
+def keep_details(name: str, runs: pd.DataFrame, rounds: pd.DataFrame) -> None:
+    """Write the last results of every client, and what every round cost, as compressed CSV.
+
+    Args:
+        name: of the experiment; the files are ``NAME-clients.csv.gz`` and ``NAME-rounds.csv.gz``.
+        runs: of :func:`fedlowrank.load_runs` with ``series="all"``.
+        rounds: of :func:`fedlowrank.load_rounds`, of the same runs.
+    """
+    last = runs["round"] == runs.groupby(["method", "seed"])["round"].transform("max")
+    clients = runs.loc[last, ["method", "seed", "series", "client", "split", "n", "accuracy", "loss"]]
+    seconds = [column for column in rounds if column.startswith("seconds_")]
+    costs = rounds[["method", "seed", "round", "bytes_up", "bytes_down", "flops", *seconds]]
+    for ending, figures in (("clients", clients), ("rounds", costs)):
+        # without the time of writing, equal figures are an equal file
+        figures.to_csv(
+            FIGURES / f"{name}-{ending}.csv.gz",
+            index=False,
+            float_format="%.6g",
+            lineterminator="\n",
+            compression={"method": "gzip", "mtime": 0},
+        )
 
 
 def _read_runs(folders: Sequence[Path]) -> pd.DataFrame:
@@ -268,7 +295,9 @@ def write() -> None:
             paste(RESULTS / found["page"], name, text)
     for page, text in comparisons_tables().values():
         paste(RESULTS / page, "claims", text)
-    paste(RESULTS / "index.md", "claims", claims_table())
+    paste(RESULTS / "index.md", "verdicts", verdicts_table())
+    for paper in papers():
+        paste(RESULTS / "index.md", f"claims {paper}", claims_table(paper))
     draw()
 
 

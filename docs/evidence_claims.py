@@ -3,198 +3,266 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import pandas as pd
 from evidence_tables import (
+    FIGURES,
+    FOUND,
     RESULTS,
-    difference,
-    format_difference,
+    ROOT,
+    costs_to,
+    format_rate,
     list_seeds,
+    paired_differences,
     read_figures,
+    read_settings,
+    results_by_seed,
+    running_costs,
     table_row,
     unit_of,
 )
+from evidence_verdicts import MARGIN, MARKS, VERDICTS, Judgment, judge_claim, judge_difference, judge_rate
 
-from fedlowrank.report.statistics.significance import ALPHA, Difference, correct_holm
-
-VERDICTS = ("holds", "does not hold", "undecided")
-BREAK = "<br>"
-"""Between the lines of a cell."""
+from fedlowrank.report.statistics.significance import ALPHA, correct_holm
+from fedlowrank.report.tables.number_formats import format_signed
 
 
 class Case(NamedTuple):
     """One comparison that a claim is about, and what the figures say about it."""
 
-    key: tuple[str, ...]  # experiment, method, against, series: the same in two claims is one interval
     label: str
-    found: Difference  # method minus the other
-    seeds: int  # that were run
-    scale: float  # to the unit of a table
+    experiment: str
+    judged: Judgment
+    diverged: tuple[int, int]  # seeds of the method and of the other
+    effects: tuple[float, ...]  # the paper's differences in points; empty if it gives none
     digits: int
-    verdict: str
-    stands: bool = False
-    """Whether the interval excludes 0 once corrected for the number of all."""
+    unit: str  # points, loss or runs
+    is_nearest: bool
+    is_strong: bool = False
+    """Whether it stands after Holm's correction within its claim."""
 
     @property
-    def is_weak(self) -> bool:
-        """Whether the interval excludes 0 before the correction, and not after it."""
-        return self.verdict != "undecided" and not self.stands
+    def is_matched(self) -> bool:
+        """Whether data, clients, model and rounds are the paper's."""
+        return read_settings()[self.experiment]["task"] == "matched"
 
     @property
-    def text(self) -> str:
-        """The difference with its interval, and the number of seeds where some diverged."""
-        fewer = f", n = {self.found.n}" if self.found.n < self.seeds else ""
-        mark = "†" if self.is_weak else ""
-        return f"{self.label}: {format_difference(self.found, self.scale, self.digits)}{mark}{fewer}"
+    def estimate(self) -> str:
+        """The estimate with its interval and its marks."""
+        found = self.judged
+        if self.unit == "runs":
+            text = format_rate(round(found.value * found.n), found.n, found.low, found.high)
+        else:
+            text = format_signed(f"{found.value:+.{self.digits}f}")
+            if not math.isnan(found.low):
+                ends = f"[{found.low:+.{self.digits}f}, {found.high:+.{self.digits}f}]"
+                text += " " + ends.replace("-", "−")
+        return text + "†" * self.is_strong + " ≈" * found.is_equivalent
+
+    @property
+    def inside(self) -> str:
+        """Whether the paper's effect lies inside the interval."""
+        within = [self.judged.low <= effect <= self.judged.high for effect in self.effects]
+        if not within:
+            return "–"
+        return "yes" if all(within) else "partly" if any(within) else "no"
+
+    @property
+    def reported(self) -> str:
+        """The paper's effect, or the range of several."""
+        ends = [format_signed(f"{effect:+.1f}") for effect in sorted(self.effects)]
+        return " to ".join(dict.fromkeys([ends[0], ends[-1]])) if ends else "–"
 
 
-Judged = list[tuple[dict[str, Any], list[Case]]]
+Judged = list[tuple[dict[str, Any], list[Case], str]]
 
 
 @cache
 def judge_claims() -> Judged:
-    """The claims of ``evidence.toml`` with their comparisons; none where a claim rests on text alone."""
+    """The claims of ``evidence.toml`` with their comparisons and verdicts; no comparison where one rests on text alone."""
     claims = tomllib.loads((RESULTS / "evidence.toml").read_text())["claims"]
-    judged = [(claim, [_judge_case(claim | case) for case in claim.get("cases", ())]) for claim in claims]
-    every = distinct_cases(judged)
-    corrected = dict(zip(every, correct_holm([case.found.p for case in every.values()]), strict=True))
-    return [
-        (claim, [case._replace(stands=corrected[case.key] < ALPHA) for case in cases])
-        for claim, cases in judged
+    return [_judge(claim) for claim in claims]
+
+
+def _judge(claim: dict[str, Any]) -> tuple[dict[str, Any], list[Case], str]:
+    """The family of a claim's comparisons is corrected together."""
+    if "cases" not in claim:
+        return claim, [], claim["verdict"]
+    shared = {key: value for key, value in claim.items() if key != "effects"}
+    cases = [_judge_case(shared | case) for case in claim["cases"]]
+    corrected = correct_holm([case.judged.p for case in cases])
+    cases = [
+        case._replace(is_strong=p < ALPHA and case.judged.mark != "open")
+        for case, p in zip(cases, corrected, strict=True)
     ]
+    verdict = judge_claim(
+        [case.judged for case in cases], [case.is_strong for case in cases], claim.get("asks", "each")
+    )
+    return claim, cases, verdict
 
 
-def distinct_cases(judged: Judged) -> dict[tuple[str, ...], Case]:
-    """The comparisons of all claims, each once."""
-    return {case.key: case for _, cases in judged for case in cases}
+def _judge_case(case: dict[str, Any]) -> Case:
+    name = case["experiment"]
+    scale, digits = unit_of(name)
+    if "rate" in case:
+        successes = count_successes(case)
+        judged, unit, lost = judge_rate(successes, len(list_seeds(name))), "runs", (0, 0)
+    else:
+        figures, seeds, measure = read_figures(name), list_seeds(name), case.get("measure", "test")
+        sides = case["method"], case["against"]
+        pairs = paired_differences(figures, *sides, case.get("series"), measure)
+        kept = [len(results_by_seed(figures, side, case.get("series"), measure)) for side in sides]
+        lost = len(seeds) - kept[0], len(seeds) - kept[1]
+        is_loss = scale == 1
+        judged = judge_difference(
+            scale * pairs.to_numpy(), case["expected"], math.nan if is_loss else MARGIN, lost[0] - lost[1]
+        )
+        unit = "loss" if is_loss else "points"
+    effects = tuple(read_effect(effect) for effect in case.get("effects", ()))
+    return Case(
+        case["label"], name, judged, lost, effects, digits, unit, is_nearest=case.get("nearest", False)
+    )
 
 
-def _judge_case(case: dict[str, str]) -> Case:
-    name, series = case["experiment"], case.get("series")
-    found = difference(read_figures(name), case["method"], case["against"], series)
-    verdict = judge(found.low, found.high, case["expected"])
-    key = (name, case["method"], case["against"], series or "")
-    return Case(key, case["label"], found, len(list_seeds(name)), *unit_of(name), verdict)
-
-
-def judge(low: float, high: float, expected: str) -> str:
-    """Whether an interval of a difference shows what a claim expects.
+def read_effect(effect: str) -> float:
+    """A difference that a paper prints, in points, rounded to its two digits.
 
     Args:
-        low: of the 95 % interval.
-        high: of the 95 % interval.
-        expected: the sign of the difference by the claim, ``+`` or ``-``.
+        effect: ``FILE: A - B``, of a file in ``experiments/`` and two names in its section ``[reference]``; ``A[2]`` is
+            the third of several numbers.
     """
-    if expected == "-":
-        low, high = -high, -low
-    if low > 0:
-        return "holds"
-    return "does not hold" if high < 0 else "undecided"
+    file, first, second = re.fullmatch(r"(\S+): (\S+) - (\S+)", effect).groups()  # type: ignore[union-attr]
+    reference = tomllib.loads((ROOT / "experiments" / f"{file}.toml").read_text())["reference"]
+    numbers = reference.get("accuracy") or reference["score"]
+    return round(_number_of(numbers, first) - _number_of(numbers, second), 2)
 
 
-def judge_together(verdicts: Sequence[str], asks: str) -> str:
-    """One verdict for all comparisons of a claim.
+def _number_of(numbers: dict[str, Any], name: str) -> float:
+    name, _, place = name.partition("[")
+    return float(numbers[name][int(place.rstrip("]"))] if place else numbers[name])
+
+
+def count_successes(case: dict[str, Any]) -> int:
+    """Runs of a case that succeed; a diverged run does not.
 
     Args:
-        verdicts: of the comparisons.
-        asks: what the claim says of them. ``every``: it is a claim about all of them at once ("the best"), which one
-            comparison refutes; ``one``: it says that something can be, which one shows; ``each``: the same of each.
+        case: with ``rate = "found"``, the run's largest shares are the true clusters at the end; or with the unit of
+            a cost, ``MB`` or ``TFLOP``: the method reaches the last result of ``target`` in the same seed, and at
+            less cost than ``against``.
     """
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
-    if asks == "every":
-        return "does not hold" if "does not hold" in verdicts else "undecided"
-    if "holds" in verdicts:
-        if asks == "one":
-            return "holds"
-        return "mixed" if "does not hold" in verdicts else "holds in part"
-    return "not shown"
+    name, method = case["experiment"], case["method"]
+    if case["rate"] == "found":
+        rows = pd.read_csv(FIGURES / f"{name}-recovery.csv")
+        return int((rows.loc[rows["method"] == method, "index"] >= FOUND).sum())
+    figures = read_figures(name)
+    cost = running_costs(figures)[case["rate"]]
+    own, other = (costs_to(figures, side, case["target"], cost) for side in (method, case["against"]))
+    ahead = own < other.reindex(own.index).fillna(math.inf)
+    return int(ahead.sum())
 
 
-def summarize_verdicts(verdicts: Sequence[str]) -> str:
-    """How many there are of each."""
-    counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS if verdict in verdicts}
-    if len(counts) == 1:
-        where = {1: "", 2: " in both"}.get(len(verdicts), f" in all {len(verdicts)}")
-        return next(iter(counts)) + where
-    return ", ".join(f"{verdict} in {count} of {len(verdicts)}" for verdict, count in counts.items())
+def claims_table(paper: str) -> str:
+    """The verdict of every claim of a paper in a short table."""
+    head = ["claim", "the paper", "here, nearest comparison", "task", "inside", *MARKS, "verdict"]
+    lines = [table_row(head), "| :--- | ---: | :--- | :--- | :--- | ---: | ---: | ---: | :--- |"]
+    lines += [_short_row(*judged) for judged in judge_claims() if judged[0]["paper"] == paper]
+    return "\n".join(lines)
 
 
-def claims_table() -> str:
-    """The verdict of every claim in one table, and what became of all intervals."""
-    judged = judge_claims()
-    lines = [table_row(["paper", "claim", "verdict", *VERDICTS, "significant after Holm"])]
-    lines.append("| :--- | :--- | :--- |" + " ---: |" * 4)
-    lines += [_short_row(claim, cases) for claim, cases in judged]
-    return "\n".join([*lines, "", *_count_intervals(judged)])
+def nearest_case(cases: Sequence[Case]) -> Case:
+    """The comparison that is nearest to the paper's."""
+    return next((case for case in cases if case.is_nearest), cases[0])
 
 
 def comparisons_tables() -> dict[str, tuple[str, str]]:
-    """For each paper its page, and the table of its claims with all comparisons."""
+    """For each paper its page, and its claims, each with its verdict and the table of its comparisons."""
     found = {}
-    for paper, of_paper in itertools.groupby(judge_claims(), lambda pair: pair[0]["paper"]):
+    for paper, of_paper in itertools.groupby(judge_claims(), lambda judged: judged[0]["paper"]):
         rows = list(of_paper)
-        lines = [
-            "| claim | verdict | measured here | the paper |",
-            "| :--- | :--- | :--- | :--- |",
-            *(_claim_row(claim, cases) for claim, cases in rows),
-        ]
         about = f"{paper}: differences behind the verdicts, with their 95 % intervals"
-        lines.append(f"\n![{about}](figures/{paper.lower()}-claims.svg)")
-        found[paper] = rows[0][0]["page"], "\n".join(lines)
+        parts = [
+            f"![{about}](figures/{paper.lower()}-claims.svg)",
+            *(_describe_claim(*judged) for judged in rows),
+        ]
+        found[paper] = rows[0][0]["page"], "\n\n".join(parts)
     return found
 
 
-def _count_intervals(judged: Judged) -> list[str]:
-    """How many intervals exclude 0 alone and after correction, as a sentence and a table by paper."""
-    every = distinct_cases(judged)
-    owner: dict[tuple[str, ...], str] = {}
-    for claim, cases in judged:
-        for case in cases:
-            owner.setdefault(case.key, claim["paper"])
-    lines = [
-        f"{len(every)} different intervals stand behind these rows:",
-        "",
-        table_row(["paper", "intervals", "exclude 0", "exclude 0 after Holm"]),
-        "| :--- |" + " ---: |" * 3,
-    ]
-    for paper in [*dict.fromkeys(owner.values()), "all"]:
-        own = [case for key, case in every.items() if paper in (owner[key], "all")]
-        clear = [case for case in own if case.verdict != "undecided"]
-        counts = (len(own), len(clear), sum(case.stands for case in own))
-        lines.append(table_row([paper, *map(str, counts)]))
-    return lines
+def papers() -> list[str]:
+    """The papers in the order of their claims."""
+    return list(dict.fromkeys(claim["paper"] for claim, _, _ in judge_claims()))
 
 
-def _short_row(claim: dict[str, Any], cases: Sequence[Case]) -> str:
-    verdicts = [case.verdict for case in cases]
-    counts = [str(verdicts.count(verdict)) for verdict in VERDICTS] if cases else ["", "", ""]
-    stand = str(sum(case.stands for case in cases)) if cases else ""
-    verdict = f"**{judge_together(verdicts, claim.get('asks', 'each'))}**" if cases else claim["verdict"]
-    return table_row([claim["paper"], f"[{claim['claim']}]({_link(claim, cases)})", verdict, *counts, stand])
+def label_of(claim: dict[str, Any], case: Case) -> str:
+    """What is compared in a case."""
+    return f"{claim['difference']}: {case.label}".replace("minus: ", "minus ")
 
 
-def _claim_row(claim: dict[str, Any], cases: Sequence[Case]) -> str:
-    measured, verdict = claim.get("measured", ""), claim.get("verdict", "")
+def _short_row(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
+    name = f"[{claim['claim']}]({_link(claim, cases)})"
+    if not cases:
+        return table_row([name, claim.get("effect", "–"), claim["found"], *[""] * 5, verdict])
+    near = nearest_case(cases)
+    effect = near.reported if near.effects else claim.get("effect", "–")
+    here = f"{near.estimate}<br>{near.label}" + (", loss" if near.unit == "loss" else "")
+    task, counts = "matched" if near.is_matched else "proxy", [_count_mark(cases, mark) for mark in MARKS]
+    return table_row([name, effect, here, task, near.inside, *counts, f"**{verdict}**"])
+
+
+def _count_mark(cases: Sequence[Case], mark: str) -> str:
+    """Number of comparisons with a mark, and of those that stand after correction."""
+    marked = [case for case in cases if case.judged.mark == mark]
+    strong = sum(case.is_strong for case in marked)
+    return str(len(marked)) + (f" ({strong}†)" if strong else "")
+
+
+def verdicts_table() -> str:
+    """Number of claims with each verdict, by paper."""
+    judged = judge_claims()
+    lines = [table_row(["paper", *VERDICTS]), "| :--- |" + " ---: |" * len(VERDICTS)]
+    for paper in [*papers(), "all"]:
+        found = [verdict for claim, _, verdict in judged if paper in (claim["paper"], "all")]
+        lines.append(table_row([paper, *(str(found.count(verdict)) for verdict in VERDICTS)]))
+    return "\n".join(lines)
+
+
+def _describe_claim(claim: dict[str, Any], cases: Sequence[Case], verdict: str) -> str:
+    """The claim with its verdict, what the paper and these experiments say of it, and a row for each comparison."""
+    said = [("The paper", claim["reported"]), ("Here", claim.get("measured", ""))]
+    lines = [f"**{claim['claim']}** Verdict: **{verdict}**.", ""]
+    lines += [f"- {who}: {sentence}" for who, text in said for sentence in split_sentences(text)]
     if cases:
-        verdicts = [case.verdict for case in cases]
-        shown = BREAK.join(case.text for case in cases)
-        measured = BREAK.join(filter(None, [f"{claim['difference']}:", shown, measured]))
-        together, counted = judge_together(verdicts, claim.get("asks", "each")), summarize_verdicts(verdicts)
-        verdict = f"**{together}**" + (f": {counted}" if counted != together else "")
-    return table_row([f"[{claim['claim']}]({_link(claim, cases)})", verdict, measured, claim["reported"]])
+        head = ["comparison", "the paper", "here", "inside", "task", "diverged", "mark"]
+        lines += ["", table_row(head), "| :--- | ---: | :--- | :--- | :--- | :--- | :--- |"]
+    for case in cases:
+        task, lost = "matched" if case.is_matched else "proxy", _format_diverged(case)
+        cells = [case.reported, case.estimate, case.inside, task, lost, case.judged.mark]
+        lines.append(table_row([label_of(claim, case), *cells]))
+    return "\n".join(lines)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of a text; a capital after a full stop begins one."""
+    return [sentence for sentence in re.split(r"(?<=\.) (?=[A-ZÀ-Ωα-ω])", text) if sentence]
+
+
+def _format_diverged(case: Case) -> str:
+    """Seeds in which the method and the other diverged."""
+    return f"{case.diverged[0]} / {case.diverged[1]}" if any(case.diverged) else ""
 
 
 def _link(claim: dict[str, Any], cases: Sequence[Case]) -> str:
-    """To the section of the first comparison's experiment."""
+    """To the section of the nearest comparison's experiment."""
     page: str = claim["page"]
     if not cases:
         return page
-    above = (RESULTS / page).read_text().split(f"<!-- evidence {cases[0].key[0]} -->")[0]
+    above = (RESULTS / page).read_text().split(f"<!-- evidence {nearest_case(cases).experiment} -->")[0]
     title = re.findall(r"^##+ (.*)$", above, flags=re.MULTILINE)[-1]
     anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
     return f"{page}#{anchor}"

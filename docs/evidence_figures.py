@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from evidence_claims import Case, judge_claims
+from evidence_claims import Case, judge_claims, label_of
 from evidence_tables import (
     FIGURES,
     RESULTS,
@@ -20,6 +21,7 @@ from evidence_tables import (
     title_of,
     unit_of,
 )
+from evidence_verdicts import MARGIN
 
 from fedlowrank.report.statistics.significance import compare_over_seeds
 
@@ -27,10 +29,20 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
+from matplotlib.transforms import blended_transform_factory
 
-VERDICTS = {"holds": ("tab:blue", "o"), "does not hold": ("tab:red", "s"), "undecided": ("0.35", "D")}
-"""Color and marker."""
+LOOKS = {"for": ("tab:blue", "o"), "open": ("0.35", "D"), "against": ("tab:red", "s")}
+"""Color and marker of a comparison by its mark."""
+UNITS = {
+    "points": "points of accuracy, first minus second (logarithmic beyond ±2)",
+    "loss": "loss, first minus second",
+    "runs": "successful runs / %, with Wilson's 95 % interval",
+}
+"""What a panel's axis shows."""
 SERIES = {
     None: ("clients' models", "tab:blue", "o"),
     "server": ("server's model", "tab:orange", "s"),
@@ -135,63 +147,90 @@ def _draw_experiment(axes: Axes, name: str, titles: dict[str, str]) -> None:
 
 
 def draw_claims(paper: str, path: Path) -> None:
-    """The difference of every claim of a paper about an accuracy with its interval, colored by verdict.
+    """Every claim of a paper with its comparisons: their intervals, marks and the paper's effects.
 
     Args:
         paper: the paper's method.
         path: of the SVG.
     """
-    rows = _claim_rows(paper)
-    axes = _new_axes(8.4, 1.2 + 0.17 * len(rows))
-    for verdict, (color, marker) in VERDICTS.items():
-        judged = [(y, case) for y, (_, case) in enumerate(rows) if case and case.verdict == verdict]
-        for is_weak in (False, True):
-            shown = [(y, case) for y, case in judged if case.is_weak == is_weak]
-            means = [100 * case.found.mean for _, case in shown]
-            halves = [50 * (case.found.high - case.found.low) for _, case in shown]
-            style = {"ls": "", "marker": marker, "ms": 4, "capsize": 2, "color": color}
-            label = None if is_weak else verdict
-            filled = "white" if is_weak else color
-            axes.errorbar(means, [y for y, _ in shown], None, halves, label=label, mfc=filled, **style)
-    axes.axvline(0, color="0.6", lw=0.8, zorder=0)
-    axes.set_yticks([y for y, (_, case) in enumerate(rows) if case], [t for t, c in rows if c], fontsize=7)
-    for y, (text, case) in enumerate(rows):
-        if not case:
-            place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 7}
-            axes.text(0.01, y, text, fontweight="bold", **place)
-            if y and rows[y - 1][1]:
-                axes.axhline(y - 0.5, color="0.85", lw=0.6, zorder=0)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xscale("symlog", linthresh=2)
-    found = [case.found for _, case in rows if case]
-    # a difference without an interval has NaN for its ends
-    furthest = 140 * float(np.nanmax(np.abs([(one.mean, one.low, one.high) for one in found])))
-    ticks = [sign * size for sign in (-1, 1) for size in (1, 2, 5, 10, 20, 50) if size < furthest]
-    axes.set_xticks([0, *ticks], [f"{t}".replace("-", "−") for t in [0, *ticks]], fontsize=7)
-    axes.grid(axis="x", color="0.93", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlim(-furthest, furthest)
-    axes.set_xlabel(
-        "points of accuracy, first minus second (linear from −2 to 2, logarithmic beyond)", fontsize=8
+    panels = {unit: rows for unit in UNITS if (rows := _claim_rows(paper, unit))}
+    heights = [0.5 + 0.17 * len(rows) for rows in panels.values()]
+    _set_style()
+    figure, all_axes = plt.subplots(
+        len(panels),
+        figsize=(9, 0.6 + sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
     )
-    legend = "the claim (hollow: its interval does not stand once corrected for the number of all)"
-    axes.legend(
-        title=legend, title_fontsize=8, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.3, 1.0)
-    )
+    for axes, (unit, rows) in zip(all_axes[:, 0], panels.items(), strict=True):
+        _draw_rows(figure, axes, rows, unit)
+    shown = [
+        Line2D([], [], color=color, marker=marker, ls="", label=mark)
+        for mark, (color, marker) in LOOKS.items()
+    ]
+    shown.append(Line2D([], [], color="0.35", marker="o", mfc="white", ls="", label="not after Holm"))
+    shown.append(Line2D([], [], color="black", marker="|", ms=9, mew=2, ls="", label="the paper"))
+    if "points" in panels:
+        shown.append(Patch(color="0.92", label="within one point"))
+    figure.legend(handles=shown, fontsize=8, ncols=len(shown), loc="outside upper center")
     _save(path)
 
 
-def _claim_rows(paper: str) -> list[tuple[str, Case | None]]:
-    """Lines of a figure from above: a claim, over two lines if it is long, and then its comparisons."""
+def _draw_rows(figure: Figure, axes: Axes, rows: Sequence[tuple[str, Case | None]], unit: str) -> None:
+    """The claims and comparisons of one unit."""
+    scale = 100.0 if unit == "runs" else 1.0
+    for y, (text, case) in enumerate(rows):
+        if case is None:
+            # from the left edge of the figure, over the labels and the axes
+            place = blended_transform_factory(figure.transFigure, axes.transData)
+            title = axes.text(0.01, y, text, fontweight="bold", transform=place, va="center", fontsize=7)
+            title.set_in_layout(False)
+            if y and rows[y - 1][1]:
+                axes.axhline(y - 0.5, color="0.85", lw=0.6, zorder=0)
+            continue
+        found, (color, marker) = case.judged, LOOKS[case.judged.mark]
+        filled = color if case.is_strong or found.mark == "open" else "white"
+        style = {"ls": "", "marker": marker, "ms": 4, "capsize": 2, "color": color, "mfc": filled}
+        sides = [[scale * (found.value - found.low)], [scale * (found.high - found.value)]]
+        axes.errorbar([scale * found.value], [y], None, sides, **style)
+        axes.plot(case.effects, [y] * len(case.effects), color="black", marker="|", ms=9, mew=1.5, ls="")
+    axes.set_yticks([y for y, (_, case) in enumerate(rows) if case], [t for t, c in rows if c], fontsize=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel(UNITS[unit], fontsize=8)
+    axes.grid(axis="x", color="0.93", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.axvline(50 if unit == "runs" else 0, color="0.6", lw=0.8, zorder=0)
+    if unit == "runs":
+        axes.set_xlim(-3, 103)
+    if unit == "points":
+        _scale_points(axes, [case for _, case in rows if case])
+
+
+def _scale_points(axes: Axes, cases: Sequence[Case]) -> None:
+    """An axis on which differences of one point are visible beside those of 50."""
+    ends = [(case.judged.value, case.judged.low, case.judged.high, *case.effects) for case in cases]
+    # a difference without an interval has NaN for its ends
+    furthest = 1.4 * float(np.nanmax(np.abs([end for four in ends for end in four])))
+    axes.axvspan(-MARGIN, MARGIN, color="0.92", zorder=-1)
+    axes.set_xscale("symlog", linthresh=2, linscale=1.2)
+    ticks = [sign * size for sign in (-1, 1) for size in (1, 2, 5, 20, 50) if size < furthest]
+    axes.set_xticks([0, *ticks], [f"{t}".replace("-", "−") for t in [0, *ticks]])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(-furthest, furthest)
+
+
+def _claim_rows(paper: str, unit: str) -> list[tuple[str, Case | None]]:
+    """Lines of a panel from above: a claim, over two lines if it is long, and then its comparisons."""
     rows: list[tuple[str, Case | None]] = []
-    for claim, cases in judge_claims():
-        shown = [case for case in cases if case.scale == 100.0]
-        if claim["paper"] == paper and shown:
-            sign = " Claimed: below 0." if claim["expected"] == "-" else ""
-            rows += [(line, None) for line in textwrap.wrap(claim["claim"] + sign, 68)]
-            label = f"{claim['difference']}: ".replace("minus: ", "minus ")
-            rows += [(label + case.label, case) for case in shown]
+    for claim, cases, verdict in judge_claims():
+        if claim["paper"] != paper or (cases[0].unit if cases else "points") != unit:
+            continue
+        sign = {"-": " Claimed: below 0.", ">=": " Claimed: above −1.", "=": " Claimed: within ±1."}
+        title = f"{claim['claim']}{sign.get(claim.get('expected', '+'), '')} → {verdict}"
+        rows += [(line, None) for line in textwrap.wrap(title, 130)]
+        rows += [(label_of(claim, case), case) for case in cases]
     return rows
 
 

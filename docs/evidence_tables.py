@@ -13,11 +13,15 @@ from functools import cache
 from pathlib import Path
 
 import pandas as pd
+from evidence_verdicts import wilson_interval
+from scipy import integrate
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.report.statistics.significance import Difference, compare_over_seeds
 from fedlowrank.report.tables.number_formats import format_signed
 
+FOUND = 0.995
+"""Adjusted Rand index from which a run has found the true clusters."""
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments" / "evidence"
 RESULTS = ROOT / "docs" / "results"
@@ -50,18 +54,38 @@ def last_results(figures: pd.DataFrame, series: str | None) -> pd.DataFrame:
 
 
 def difference(figures: pd.DataFrame, method: str, against: str, series: str | None = None) -> Difference:
-    """The paired difference of two methods in the last round, over the seeds that both have.
+    """The paired difference of two methods in the last round, over the seeds that both have."""
+    return compare_over_seeds(paired_differences(figures, method, against, series).to_numpy())
+
+
+def paired_differences(
+    figures: pd.DataFrame, method: str, against: str, series: str | None = None, measure: str = "test"
+) -> pd.Series:
+    """The differences of two methods by seed, of the seeds in which neither diverged.
 
     Args:
         figures: of an experiment.
         method: minuend; it has the series.
         against: subtrahend, judged by the same series, or by its first where it lacks that series.
         series: as in :func:`last_results`.
+        measure: ``test`` or ``worst`` of the last round, or ``curve``, the mean of ``test`` over all rounds.
     """
-    own = last_results(figures, series)
-    others = own if against in own.index.get_level_values("method") else last_results(figures, None)
-    # a seed that diverged is in neither
-    return compare_over_seeds((own.loc[method]["test"] - others.loc[against]["test"]).dropna().to_numpy())
+    own = results_by_seed(figures, method, series, measure)
+    return (own - results_by_seed(figures, against, series, measure)).dropna()
+
+
+def results_by_seed(figures: pd.DataFrame, method: str, series: str | None, measure: str) -> pd.Series:
+    """A measure of each seed of a method, see :func:`paired_differences`; without the seeds that diverged."""
+    of_method = figures[figures["method"] == method]
+    if series not in set(of_method["series"]):
+        series = None
+    last = last_results(of_method, series).loc[method]
+    if measure != "curve":
+        return last[measure].dropna()
+    kept = of_method[of_method["headline"] if series is None else of_method["series"].eq(series)]
+    curves = kept.pivot_table("test", "round", "seed")[last["test"].dropna().index]
+    area = integrate.trapezoid(curves.to_numpy(), curves.index.to_numpy(), axis=0)
+    return pd.Series(area / (curves.index[-1] - curves.index[0]), index=curves.columns)
 
 
 def table(name: str, baseline: str, target: str | None = None) -> str:
@@ -75,7 +99,7 @@ def table(name: str, baseline: str, target: str | None = None) -> str:
     figures, experiment = read_figures(name), _read_experiment(name)
     source, chosen, tune = json.loads((FIGURES / f"{name}.json").read_text()), _chosen(name), experiment.tune
     assert tune is not None, name
-    (scale, digits), costs = unit_of(name), _costs(figures)
+    (scale, digits), costs = unit_of(name), running_costs(figures)
     against = f"minus {source['titles'][baseline]}"
     series = [None, *figures.loc[~figures["headline"], "series"].unique()]
     heads = [
@@ -130,7 +154,7 @@ def table_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _costs(figures: pd.DataFrame) -> dict[str, pd.Series]:
+def running_costs(figures: pd.DataFrame) -> dict[str, pd.Series]:
     """Costs so far by unit; FLOPs where they were kept."""
     found = {"MB": (figures["bytes_up"] + figures["bytes_down"]) / 1e6}
     return found | ({"TFLOP": figures["flops"] / 1e12} if "flops" in figures else {})
@@ -138,12 +162,25 @@ def _costs(figures: pd.DataFrame) -> dict[str, pd.Series]:
 
 def _cost_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -> str:
     """Cost until a target method's last result; the number of seeds if not all reach it."""
+    seeds, found = last_results(figures, None).loc[target].index, costs_to(figures, method, target, cost)
+    if len(found) < len(seeds):
+        return f"{len(found)} of {len(seeds)} seeds"
+    return f"{found.mean():.2f}"
+
+
+def costs_to(figures: pd.DataFrame, method: str, target: str, cost: pd.Series) -> pd.Series:
+    """Cost of each seed until a target method's last result is first reached; without the seeds that never reach it.
+
+    Args:
+        figures: of an experiment.
+        method: whose cost is counted.
+        target: whose last result of the same seed is to be reached.
+        cost: so far, of each row of the figures.
+    """
     goal = last_results(figures, None).loc[target]["test"]
     own = figures[(figures["method"] == method) & figures["headline"]].sort_values("round")
     reached = own[own["test"] >= own["seed"].map(goal)].groupby("seed").head(1)
-    if len(reached) < len(goal):
-        return f"{len(reached)} of {len(goal)} seeds"
-    return f"{cost[reached.index].mean():.2f}"
+    return cost[reached.index].set_axis(reached["seed"])
 
 
 def truncation_table(name: str, method: str) -> str:
@@ -162,17 +199,19 @@ def truncation_table(name: str, method: str) -> str:
 
 
 def recovery_table(name: str) -> str:
-    """Adjusted Rand index of every run whose method has shares of clusters as Markdown."""
+    """Adjusted Rand index of every run whose method has shares of clusters, and how many find them, as Markdown."""
     rows = pd.read_csv(FIGURES / f"{name}-recovery.csv").pivot(index="method", columns="seed", values="index")
     rows = rows.reindex([method for method in list_methods(name) if method in rows.index])
     titles = json.loads((FIGURES / f"{name}.json").read_text())["titles"]
     lines = [
-        table_row(["seed", *map(str, rows.columns), "mean"]),
-        "| :--- |" + " ---: |" * (len(rows.columns) + 1),
+        table_row(["seed", *map(str, rows.columns), "mean", "runs that find the clusters"]),
+        "| :--- |" + " ---: |" * (len(rows.columns) + 2),
     ]
     for method, row in rows.iterrows():
         cells = ["diverged" if pd.isna(value) else f"{value:.2f}" for value in row]
-        lines.append(table_row([titles[method], *cells, f"{row.mean():.2f}"]))
+        found, run = int((row >= FOUND).sum()), len(list_seeds(name))
+        rate = format_rate(found, run, *wilson_interval(found, run))
+        lines.append(table_row([titles[method], *cells, f"{row.mean():.2f}", rate]))
     return "\n".join(lines)
 
 
@@ -270,6 +309,11 @@ def format_difference(found: Difference, scale: float, digits: int) -> str:
     if math.isnan(found.low):
         return mean
     return f"{mean} [{found.low * scale:+.{digits}f}, {found.high * scale:+.{digits}f}]".replace("-", "−")
+
+
+def format_rate(successes: int, n: int, low: float, high: float) -> str:
+    """A number of successful runs with the interval of its share."""
+    return f"{successes} of {n} runs [{low:.0%}, {high:.0%}]".replace("%", " %")
 
 
 def paste(page: Path, name: str, text: str) -> None:

@@ -9,13 +9,12 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from docstrings import remove_roles
 
 from fedlowrank.config.reading.field_help import list_fields
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.methods import METHODS
 from fedlowrank.testing.check import small_federation
 from fedlowrank.training.tracing import trace_upload
@@ -40,7 +39,7 @@ WORTH = re.compile(
 SHOWN = 6
 """Rows of a table that a page shows at most."""
 
-MethodClass = type[Method[Any, Any, Any, Any]]
+MethodClass = type[AnyMethod]
 
 
 def read_notes(methods: dict[str, MethodClass] = METHODS) -> dict[str, dict[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedlowrank.core.contract.contribution import Aggregator
-from fedlowrank.core.contract.method import ClientInfo, Method, ServerView
+from fedlowrank.core.contract.method import AnyMethod, ClientInfo, ServerView
 
 Predict = Callable[[Any], Tensor]
 
@@ -22,9 +22,7 @@ class Reply(NamedTuple):
     upload: Any
 
 
-def server_update(
-    method: Method[Any, Any, Any, Any], server: Any, replies: Sequence[Reply], view: ServerView
-) -> Any:
+def server_update(method: AnyMethod, server: Any, replies: Sequence[Reply], view: ServerView) -> Any:
     """The server's next state, given the replies in the order in which they arrive."""
     aggregator = Aggregator(sorted(reply.client.id for reply in replies))
     for reply in replies:
@@ -33,19 +31,19 @@ def server_update(
     return method.server_update(server, aggregator.finish(), view)
 
 
-def personal(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: Any) -> Any:
+def personal(method: AnyMethod, state: Any, down: Any, view: Any) -> Any:
     """Parameters of a client's whole model."""
     return method.client_model(state, down, view).whole()
 
 
-def routes(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: Any) -> Tensor:
+def routes(method: AnyMethod, state: Any, down: Any, view: Any) -> Tensor:
     """A client's share of each cluster."""
     found = method.client_model(state, down, view).routes
     assert found is not None
     return found
 
 
-def predictors(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: Any) -> dict[str, Predict]:
+def predictors(method: AnyMethod, state: Any, down: Any, view: Any) -> dict[str, Predict]:
     """How a client infers, by series."""
     made = method.client_model(state, down, view)
     series = dict(made.series) or {"personal": made.whole()}
@@ -54,6 +52,6 @@ def predictors(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: 
     }
 
 
-def predictor(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: Any) -> Predict:
+def predictor(method: AnyMethod, state: Any, down: Any, view: Any) -> Predict:
     """How a client infers, by its headline series."""
     return next(iter(predictors(method, state, down, view).values()))

@@ -43,7 +43,7 @@ STEPS = {
     "from fedlowrank import Federation, simulate": {*HEAVY, COMPILER},
     "import fedlowrank.engines": {"ray", COMPILER},
     COUNT: {COMPILER},
-    "import fedlowrank.language.base_model, fedlowrank.language.peft_adapter, fedlowrank.language.artifacts": LANGUAGE,
+    "import fedlowrank.language.base_model, fedlowrank.language.lora.peft_adapter, fedlowrank.language.artifacts": LANGUAGE,
     "import fedlowrank.language.tiny, fedlowrank.language.scores.harness": LANGUAGE,
 }
 """What is executed one after another, and the packages that are not in memory afterwards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.rounds.run import Run
@@ -13,9 +13,7 @@ from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.testing.check import small_federation
 
 
-def run_of(
-    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
-) -> Run:
+def run_of(method: AnyMethod, engine: Engine, on: Federation | None = None, rounds: int = 3) -> Run:
     on = small_federation(method.heterogeneous) if on is None else on
     run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
     for _ in range(rounds):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from blocks import tables_of
 from fedlowrank.core import tree
 from fedlowrank.core.contract.client_model import ClientModel
-from fedlowrank.core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from fedlowrank.core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import NonFiniteError
 from fedlowrank.core.learning.batch_losses import cross_entropy
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Group
@@ -89,15 +89,13 @@ class Plain(Method[Params, Any, Params, Any]):
         return total
 
 
-def failed(method: Method[Any, Any, Any, Any]) -> dict[str, str]:
+def failed(method: AnyMethod) -> dict[str, str]:
     """Short names of the checks that a method fails, with what they found."""
     short = {name: s for s, name in NAMES.items()}
     return {short[f.name]: f.detail for f in check_method(method) if not f.ok}
 
 
-def run_of(
-    method: Method[Any, Any, Any, Any], engine: str, on: Federation, rounds: int = 2, **settings: Any
-) -> Run:
+def run_of(method: AnyMethod, engine: str, on: Federation, rounds: int = 2, **settings: Any) -> Run:
     run = Run(method, on, RunSettings(rounds=6, **settings), ENGINES[engine]())
     for _ in range(rounds):
         run.step()
@@ -403,7 +401,7 @@ def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
     assert moved > 1e-3
 
 
-def groups(method: Method[Any, Any, Any, Any], on: Federation) -> list[int]:
+def groups(method: AnyMethod, on: Federation) -> list[int]:
     engine = Counting()
     Run(method, on, RunSettings(rounds=1), engine).step()
     return engine.sizes

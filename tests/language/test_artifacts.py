@@ -17,8 +17,8 @@ from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.artifacts import merge_update, save_model, write_adapter
 from fedlowrank.language.base_model import LanguageBase, load_base
-from fedlowrank.language.peft_adapter import attach_adapter
-from fedlowrank.language.peft_config import lora_config
+from fedlowrank.language.lora.peft_adapter import attach_adapter
+from fedlowrank.language.lora.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair
 
 from .test_peft_adapter import ALL, Mixed, X, by_hand, layers, parameters, random_factors, set_scale

@@ -13,8 +13,8 @@ from fedlowrank.adapters.lora.lora_factors import find_lora
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base_model import LanguageBase, load_base
-from fedlowrank.language.peft_adapter import attach_adapter, initial_peft_factors
-from fedlowrank.language.peft_config import lora_config
+from fedlowrank.language.lora.peft_adapter import attach_adapter, initial_peft_factors
+from fedlowrank.language.lora.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair
 
 KEY = Key((3,))

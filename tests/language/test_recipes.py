@@ -63,7 +63,13 @@ def conversations(folder: Path) -> None:
 
 
 def test_every_recipe_is_tried_here() -> None:
-    assert {p.stem for p in RECIPES.glob("*.toml")} == {*FAMILIES, "classification", "base-chat"}
+    assert {p.stem for p in RECIPES.glob("*.toml")} == {
+        *FAMILIES,
+        "classification",
+        "preferences-dpo",
+        "embeddings",
+        "base-chat",
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,3 +109,42 @@ def test_the_recipe_for_classes_trains_two_steps(bert: Path, tmp_path: Path) -> 
     experiment = ExperimentConfig.read(RECIPES / "classification.toml", changes)
     run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
     assert run.step().steps >= 3
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_the_recipe_for_preferences_trains_two_steps(loss: str, llama: Path, tmp_path: Path) -> None:
+    base = family("smollm-chat", llama, tmp_path / "base")
+    for site in range(3):
+        rows = [
+            {"prompt": f"who is {i}?", "chosen": "the fox", "rejected": f"a dog {site}"} for i in range(24)
+        ]
+        (tmp_path / f"site{site}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    changes = [f"language.path={base}", f"data.path={tmp_path}/*.jsonl", "language.dtype=float32"]
+    changes += [
+        "language.context=64",
+        "run.device=cpu",
+        "run.rounds=2",
+        "defaults.steps=1",
+        "defaults.batch_size=4",
+    ]
+    changes += ["loss=orpo"] if loss == "orpo" else []
+    experiment = ExperimentConfig.read(RECIPES / "preferences-dpo.toml", changes)
+    assert experiment.loss.kind == loss
+    run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
+    losses = [run.step().loss, run.step().loss]
+    assert all(value is not None and value == value for value in losses)
+
+
+def test_the_recipe_for_embeddings_trains_two_steps(bert: Path, tmp_path: Path) -> None:
+    for site in range(3):
+        rows = [{"anchor": f"who is {i}?", "positive": f"the fox {i} of {site}"} for i in range(30)]
+        (tmp_path / f"site{site}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    changes = [
+        f"language.path={bert}",
+        f"data.path={tmp_path}/*.jsonl",
+        "language.context=24",
+        "run.rounds=1",
+    ]
+    experiment = ExperimentConfig.read(RECIPES / "embeddings.toml", [*changes, "defaults.batch_size=8"])
+    run = Run(experiment.build_method("fedhl"), experiment.federation(), experiment.run, Sequential())
+    assert run.step().steps >= 6

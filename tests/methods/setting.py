@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import ClientInfo, Method
+from fedlowrank.core.contract.method import AnyMethod, ClientInfo
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine, client_key, client_view
 from fedlowrank.engines.sequential import Sequential
@@ -100,7 +100,7 @@ def unlike(
 
 
 def run_of(
-    method: Method[Any, Any, Any, Any],
+    method: AnyMethod,
     federation: Federation,
     rounds: int = 3,
     steps: int | None = None,

@@ -4,13 +4,12 @@ ResNet18)."""
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
 
 from fedlowrank import Federation
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import ModelSettings
 from fedlowrank.rounds.simulate import simulate
@@ -36,7 +35,7 @@ def resnet18() -> Federation:
     return Federation.from_arrays([{"train": d} for d in data], factory, classes=10)
 
 
-def gigabytes(method: Method[Any, Any, Any, Any]) -> float:
+def gigabytes(method: AnyMethod) -> float:
     """Of a session of the paper, from what one round sends for each client."""
     record = simulate(method, resnet18(), rounds=1, representations=0).rounds[-1]
     return 4 * (record.parameters_up + record.parameters_down) / CLIENTS * SESSION / 1e9

@@ -676,7 +676,8 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
 def test_every_form_passes_every_check(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedlowrank.testing.check.small_federation", clustered(small))
     # that its steps are the formulas' is tested above, entry by entry
-    monkeypatch.delitem(check._CHECKS, "it learns")
+    rest = {name: test for name, test in check._CHECKS.items() if name != "it learns"}
+    monkeypatch.setattr(check, "_CHECKS", rest)
     found = {f.name: f.detail for f in check_method(method) if not f.ok}
     assert found == {}
 

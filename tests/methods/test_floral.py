@@ -522,7 +522,8 @@ def clustered(make: Any) -> Any:
 def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedlowrank.testing.check.small_federation", clustered(small))
     # that its steps are the formulas' is tested above, entry by entry
-    monkeypatch.delitem(check._CHECKS, "it learns")
+    rest = {name: test for name, test in check._CHECKS.items() if name != "it learns"}
+    monkeypatch.setattr(check, "_CHECKS", rest)
     zero_step_settings = {"a learning rate of 0 changes no model"}
     found = {f.name: f.detail for f in check_method(method) if not f.ok}
     assert set(found) <= (zero_step_settings if method.center else set()), found

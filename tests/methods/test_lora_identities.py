@@ -19,7 +19,7 @@ from fedlowrank.adapters.lora.lora_factors import lora_of
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Method, ServerView
+from fedlowrank.core.contract.method import AnyMethod, ServerView
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
@@ -298,7 +298,7 @@ def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
 # -- nothing is lost -----------------------------------------------------------------------------------------
 
 
-def zero_step_settings(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> float:
+def zero_step_settings(method: AnyMethod, run: Run, steps: int = 3) -> float:
     """By how much W changes in rounds in which nobody trains, from where the run stands."""
     before = whole(run)
     run.method = method

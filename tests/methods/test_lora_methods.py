@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine, client_key
@@ -108,7 +108,7 @@ def predicts(run: Run, client: int, net: Layers, atol: float, series: str = "per
     same(found, forward(net, x.double().numpy())[1], atol)
 
 
-def go(method: Method[Any, Any, Any, Any], engine: type[Engine], ranks: Sequence[int], **kwargs: Any) -> Run:
+def go(method: AnyMethod, engine: type[Engine], ranks: Sequence[int], **kwargs: Any) -> Run:
     run = run_of(method, unequal(ranks), engine=engine, evaluate_every=9, **{"participation": 0.75, **kwargs})
     # every client takes part, and none in all rounds, or absences would not show
     if not kwargs:

@@ -23,7 +23,7 @@ from fedlowrank.adapters.lora.rank_limits import describe_lowered_ranks
 from fedlowrank.config.reading.parsing import build
 from fedlowrank.config.sections.lora_section import LoraSettings
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import ClientInfo, Method
+from fedlowrank.core.contract.method import AnyMethod, ClientInfo
 from fedlowrank.core.errors import ConfigError, LoweredRankWarning, TaskError
 from fedlowrank.data.partitioning.rank_skew import client_ranks
 from fedlowrank.engines.engine import client_key
@@ -69,7 +69,7 @@ def federation(
     return Federation.from_arrays(clients(sizes), model, classes=3, **kwargs)
 
 
-def method(name: str, rank: float, **fields: Any) -> Method[Any, Any, Any, Any]:
+def method(name: str, rank: float, **fields: Any) -> AnyMethod:
     cls = METHODS[name]
     given = {"tuning": Tuning(rank=rank)} if name in LORA else {"rank": rank}  # type: ignore[arg-type]
     return cls(batch_size=4, optimizer=SGD(lr=0.3), **{**given, **fields})
@@ -381,3 +381,26 @@ def test_a_warning_names_the_first_layers() -> None:
         "used is " + ", ".join(f"3 in l{i} (3 × 9)" for i in range(5)) + " and less in 2 more layers"
     )
     assert describe_lowered_ranks(dict.fromkeys(shapes, 3), shapes) == []
+
+
+def sent(made: AnyMethod, on: Federation) -> int:
+    """Numbers that a client sends in a round."""
+    return simulate(made, on, rounds=1).rounds[-1].parameters_up
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_clients_without_a_rank_have_that_of_the_models_layers(name: str) -> None:
+    def adapted() -> nn.Module:
+        return add_lora(Narrow(), rank=3, target_modules=["0"], trainable=["head"])
+
+    def of(tuning: Tuning, **kwargs: Any) -> int:
+        return sent(
+            METHODS[name](batch_size=4, optimizer=SGD(lr=0.3), tuning=tuning), federation(adapted, **kwargs)
+        )
+
+    own = of(Tuning())
+    assert own == of(Tuning(rank=3)) == of(Tuning(), rank=[3, 3])
+    # the method's rank comes first, that of a client before it
+    assert of(Tuning(rank=2)) == of(Tuning(), rank=[2, 2]) == of(Tuning(rank=3), rank=[2, 2]) < own
+    with pytest.raises(TaskError, match="client 1 has no rank, and others have one"):
+        of(Tuning(), rank=[2, None])

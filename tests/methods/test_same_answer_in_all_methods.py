@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Batch, ClientView, Method, ServerView, Task
+from fedlowrank.core.contract.method import AnyMethod, Batch, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import LossError, TaskError
 from fedlowrank.methods import METHODS
 from fedlowrank.rounds.outcome.result import Result
@@ -51,7 +51,7 @@ def federation(model: Any = Net, sizes: tuple[int, ...] = (9, 7), **kwargs: Any)
     return Federation.from_arrays(clients(sizes), model, classes=3, rank=[2] * len(sizes), **kwargs)
 
 
-def method(name: str, **fields: Any) -> Method[Any, Any, Any, Any]:
+def method(name: str, **fields: Any) -> AnyMethod:
     return METHODS[name](**{"batch_size": 4, "optimizer": SGD(lr=LR), **fields})
 
 

@@ -256,7 +256,7 @@ def test_without_anybody_there_is_no_federation() -> None:
 
 def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"config.json": "a", "model.safetensors": "here"}
-    language = SimpleNamespace(loaded=SimpleNamespace(files=files))
+    language = SimpleNamespace(files=files)
     monkeypatch.setattr(ExperimentConfig, "load_language", lambda self, classes: language)
     found = registry()
     found.register(from_(100, registration(0, base={"config.json": "a", "model.safetensors": "there"})), ALL)

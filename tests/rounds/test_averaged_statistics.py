@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import SGD, Clipping, Compression, Federation, Privacy, simulate
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS, FedAvg
@@ -157,7 +157,7 @@ def test_a_client_with_one_example_can_be_evaluated() -> None:
 
 
 def test_a_run_is_resumed(tmp_path: Path) -> None:
-    method: Method[Any, Any, Any, Any] = FEDAVG
+    method: AnyMethod = FEDAVG
     whole = simulate(method, federation(), rounds=3, statistics="averaged").personal(0)
     simulate(method, federation(), rounds=2, statistics="averaged", folder=tmp_path / "run")
     again = simulate(

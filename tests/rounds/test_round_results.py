@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedlowrank.core import tree
 from fedlowrank.core.contract.client_model import ClientModel
 from fedlowrank.core.contract.contribution import Sum
-from fedlowrank.core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
+from fedlowrank.core.contract.method import AnyMethod, ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
@@ -91,7 +91,7 @@ def federation(poisoned: int = -1) -> Federation:
     return Federation.from_arrays(data, lambda: nn.Linear(3, 2), classes=2)
 
 
-def run_of(method: Method[Any, Any, Any, Any], engine: str = "sequential", **settings: Any) -> Run:
+def run_of(method: AnyMethod, engine: str = "sequential", **settings: Any) -> Run:
     return Run(
         method, federation(), RunSettings(rounds=3, evaluate_every=10**6, **settings), ENGINES[engine]()
     )

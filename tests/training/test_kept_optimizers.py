@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from engines.runs import same
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.batch_losses import supervised_loss
 from fedlowrank.core.learning.optimizer import SGD, AdamW, Optimizer, Schedule
@@ -54,9 +54,7 @@ def federation(clients: Any = None, **options: Any) -> Federation:
     return Federation.from_arrays(clients or arrays(), make, classes=CLASSES, **options)
 
 
-def run_of(
-    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation, rounds: int = ROUNDS, **settings: Any
-) -> Run:
+def run_of(method: AnyMethod, engine: Engine, on: Federation, rounds: int = ROUNDS, **settings: Any) -> Run:
     run = Run(method, on, RunSettings(rounds=rounds, **settings), engine)
     for _ in range(rounds):
         run.step()
@@ -120,7 +118,7 @@ def test_a_client_whose_reply_is_lost_keeps_the_state_of_before() -> None:
     assert_close(run.personal(fed.infos[0]), with_torch(fed, 0, [0, 1, 2], make))
 
 
-METHODS_WITH_PASSES: dict[str, Method[Any, Any, Any, Any]] = {
+METHODS_WITH_PASSES: dict[str, AnyMethod] = {
     "two passes": Ditto(optimizer=KEPT["momentum"][0], batch_size=8),
     "groups of parameters": APFL(optimizer=KEPT["adamw"][0], batch_size=8),
     "clients of other sizes": FedAvg(optimizer=AdamW(keep=True, schedule=Schedule("cosine")), batch_size=8),

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import SGD, Federation, simulate
-from fedlowrank.core.contract.method import Batch, Method
+from fedlowrank.core.contract.method import AnyMethod, Batch, Method
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import FedAvg
@@ -297,7 +297,7 @@ def plain_loop(start: Base, run: Run, loss: Loss = cross_entropy) -> dict[str, T
     return server
 
 
-def federated(model: Base, engine: str, method: Method[Any, Any, Any, Any], evaluate_every: int = 1) -> Run:
+def federated(model: Base, engine: str, method: AnyMethod, evaluate_every: int = 1) -> Run:
     federation = Federation.from_arrays(clients(), model, seed=0)
     settings = RunSettings(rounds=ROUNDS, evaluate_every=evaluate_every)
     run = Run(method, federation, settings, ENGINES[engine]())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines.engine import ClientJob
@@ -29,7 +29,7 @@ CLIENTS = [
 ]
 
 
-def run_of(method: Method[Any, Any, Any, Any] = METHOD, rounds: int = 1, **settings: Any) -> Run:
+def run_of(method: AnyMethod = METHOD, rounds: int = 1, **settings: Any) -> Run:
     return Run(method, alike(clients=CLIENTS), RunSettings(rounds=rounds, **settings), Sequential())
 
 

@@ -15,7 +15,7 @@ from scipy import stats
 from fedlowrank import simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Method
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.engines import ENGINES
@@ -37,9 +37,7 @@ METHOD = FedAvg(batch_size=8, optimizer=SGD(lr=0.1))
 CENTRAL = Privacy("central", noise=1.0, delta=1e-3)
 
 
-def run_of(
-    method: Method[Any, Any, Any, Any] = METHOD, rounds: int = 3, engine: str = "sequential", **settings: Any
-) -> Run:
+def run_of(method: AnyMethod = METHOD, rounds: int = 3, engine: str = "sequential", **settings: Any) -> Run:
     return Run(method, alike(), RunSettings(rounds=rounds, **settings), ENGINES[engine]())
 
 

@@ -61,7 +61,7 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     """
     language = language_of_run(run)
     if language.settings.task != "causal":
-        raise ConfigError("this run's models classify and write no text; their accuracy is in the report")
+        raise ConfigError("this run's models write no text; `fedlowrank report` has how good they are")
     found = {}
     for name in models or (default_model(run),):
         with language.live(params_of(run, name)) as model:

@@ -26,6 +26,8 @@ from ..data.user_data.user_arrays import TARGET_WARNINGS
 from ..language import text_federation as language_models
 from ..language.base_model import warn_slow_precision
 from ..language.export.export_settings import ExportSettings
+from ..language.objectives.preference_pairs import make_pairs
+from ..language.objectives.reference_scores import add_reference
 from ..language.text_federation import Language, LanguageSettings
 from ..models.architecture import Architecture, build_architecture, choose_heads
 from ..models.zoo import ModelSettings
@@ -57,6 +59,10 @@ class FederationSettings(Protocol):
     @property
     def language_here(self) -> LanguageSettings | None:
         """The language model as it is on this machine."""
+
+    @property
+    def start_here(self) -> str | None:
+        """The folder of the adapter to start from on this machine, or None."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,23 @@ def share_data(experiment: FederationSettings) -> Shares:
     if preparation.normalize == "standard_per_client" and experiment.language is None:
         data = [standardize_client(client) for client in data]
     data = apply_concept(experiment.concept, data, len(dataset.classes))
+    if experiment.loss.is_preference:
+        data = _compare_responses(experiment, data, dataset.name, language)
     # a loss that is set says what the targets mean
     is_open = experiment.loss.kind == "auto"
     notes = tuple(note for note in dataset.notes if is_open or note not in TARGET_WARNINGS)
     return Shares(tuple(data), dataset.classes, notes, language)
+
+
+def _compare_responses(
+    experiment: FederationSettings, data: Sequence[ClientData], name: str, language: Language | None
+) -> list[ClientData]:
+    """Pairs of responses as the loss of preferences needs them."""
+    made = make_pairs(data, experiment.loss, name)
+    example = _example(made[0].train.inputs)
+    if experiment.loss.kind != "dpo" or language is None or not isinstance(example, dict):
+        return made
+    return add_reference(made, language.architecture(example), experiment.run_here.device)
 
 
 def load_language(experiment: FederationSettings, classes: tuple[str, ...]) -> Language | None:
@@ -124,11 +143,13 @@ def _complete_language(experiment: FederationSettings, language: Language) -> La
 
 def _language_settings(experiment: FederationSettings) -> tuple[Any, Mapping[str, Any], Key]:
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
-    extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
+    extra: dict[str, Any] = {}
+    if isinstance(experiment.lora, PeftSettings):
+        extra = {**(experiment.lora.model_extra or {}), "start": experiment.start_here}
     settings: Any = experiment.language_here
     path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
     key = Key((experiment.run.seed,)) / "init" / "language"
-    return dataclasses.replace(settings, path=path), extra or {}, key
+    return dataclasses.replace(settings, path=path), extra, key
 
 
 def assemble(

@@ -13,7 +13,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..core.arguments.user_code import import_named
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod, Method
 from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.augment import Augment
@@ -23,7 +23,7 @@ from ..data.partitioning.own_partition import OwnPartition, as_partition, is_own
 from ..data.partitioning.partition import PARTITIONS, Partition
 from ..data.partitioning.split import SPLITS, Split
 from ..language.export.export_settings import ExportSettings
-from ..language.peft_config import lora_config
+from ..language.lora.peft_config import lora_config
 from ..language.text_federation import Language, LanguageSettings
 from ..methods import METHODS
 from ..models.fingerprint import describe_named
@@ -136,7 +136,7 @@ class ExperimentConfig(pydantic.BaseModel):
     tune: TuneSettings | None = None
 
     _allow_code: bool = pydantic.PrivateAttr(True)
-    _methods: dict[str, Method[Any, Any, Any, Any]] = pydantic.PrivateAttr(default_factory=dict)
+    _methods: dict[str, AnyMethod] = pydantic.PrivateAttr(default_factory=dict)
 
     @classmethod
     def parse(
@@ -306,6 +306,11 @@ class ExperimentConfig(pydantic.BaseModel):
         # refuses what this machine does not have
         _ = self.run_here
         if isinstance(self.lora, PeftSettings):
+            if self.local.start is not None and self.lora.start is None:
+                raise ConfigError(
+                    "local.start says where the adapter of lora.start lies on this machine, and lora.start is not set. Set it "
+                    "in the file of all machines"
+                )
             lora_config(self.lora.model_extra or {})
         self.describe()
         return self
@@ -319,6 +324,12 @@ class ExperimentConfig(pydantic.BaseModel):
     def language_here(self) -> LanguageSettings | None:
         """The language model as it is on this machine: ``[language]`` with the fields of ``[local]``."""
         return None if self.language is None else self.local.adapt_language(self.language)
+
+    @property
+    def start_here(self) -> str | None:
+        """The folder of the adapter to start from on this machine, or None."""
+        start = self.lora.start if isinstance(self.lora, PeftSettings) else None
+        return start if self.local.start is None else self.local.start
 
     @property
     def allow_code(self) -> bool:
@@ -373,7 +384,7 @@ class ExperimentConfig(pydantic.BaseModel):
             )
         return name or self.default_method
 
-    def build_method(self, name: str) -> Method[Any, Any, Any, Any]:
+    def build_method(self, name: str) -> AnyMethod:
         """Build a method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
 
         Args:
@@ -384,12 +395,12 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         return self._methods[name] if name in self._methods else self._build(name)
 
-    def _build(self, name: str) -> Method[Any, Any, Any, Any]:
+    def _build(self, name: str) -> AnyMethod:
         own = self.methods.get(name, MethodSettings()).model_extra or {}
         shared = {field: "defaults" for field in self.defaults if field not in own}
         return build(self._class_of(name), {**self.defaults, **own}, f"methods.{name}", shared)
 
-    def _class_of(self, name: str) -> type[Method[Any, Any, Any, Any]]:
+    def _class_of(self, name: str) -> type[AnyMethod]:
         kind = self.methods[name].method if name in self.methods else ""
         return method_class(kind or name, self._allow_code)
 
@@ -472,7 +483,7 @@ class ExperimentConfig(pydantic.BaseModel):
         return changes_of(before, now, method)
 
 
-def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, Any, Any]]:
+def method_class(name: str, allow_code: bool = True) -> type[AnyMethod]:
     """Find a method's class.
 
     Args:

@@ -18,6 +18,7 @@ from ..core.contract.method import ClientInfo, Task
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean, warn_user
 from ..core.key import Key
 from ..core.learning.losses import AUTO, Loss, as_loss, class_axis
+from ..core.learning.preference_losses import REFERENCE
 from ..core.tree import Params
 from ..models.architecture import (
     Architecture,
@@ -56,6 +57,10 @@ class Companion(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, as JSON."""
+        ...
+
+    def answer(self, run: Any) -> list[dict[str, Any]]:
+        """Answers of a :class:`fedlowrank.rounds.run.Run`'s models to fixed prompts, as rows for its report."""
         ...
 
     def write(self, run: Any, folder: Path) -> list[Path]:
@@ -141,7 +146,7 @@ class Federation:
 
     def _check_kind(self, examples: Examples, client: str, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
-        predicts_tokens = self.loss.predicts_tokens(examples.y)
+        predicts_tokens = self.loss.predicts_tokens(examples.y) or self.loss.compares_texts
         if (examples.regression or predicts_tokens) != bool(self.classes):
             return
         kind = "token labels" if predicts_tokens else "class labels"
@@ -602,7 +607,12 @@ def _input_shape(examples: Examples) -> str:
 def _hash(data: ClientData) -> str:
     state = hashlib.blake2b(digest_size=16)
     for examples in (data.train, data.val, data.test):
-        parts = examples.x.values() if isinstance(examples.x, dict) else [examples.x]
+        # the reference follows from the tokens and the base, up to rounding that differs between machines
+        parts = (
+            [t for name, t in examples.x.items() if name != REFERENCE]
+            if isinstance(examples.x, dict)
+            else [examples.x]
+        )
         for t in (*parts, examples.y):
             state.update(repr((t.dtype, tuple(t.shape))).encode())
             for start in range(0, len(t), _HASH_ROWS):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.learning.losses import OF_LABELS, OF_REAL_TARGETS, Loss, class_axis
+from ..core.learning.preference_losses import REFERENCE, RESPONSE_MASK
 from .dataset import ClientData, Examples
 from .partitioning.checks import describe_array
 
@@ -31,8 +32,23 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
     if kind in ("auto", "next_token") and first.tokens and first.y.ndim > 2:
         raise DataError(
             f"the data are pairs of responses to one prompt, labels {describe_array(first.y)}, and loss {kind!r} learns "
-            "one response. Choose a loss of preferences, or data of another form, such as messages"
+            "one response. Set loss to 'dpo' or 'orpo', or give rows of another form, such as messages"
         )
+    inputs = first.x if isinstance(first.x, dict) else {}
+    is_texts = RESPONSE_MASK not in inputs and first.y.ndim == 1 and not classes
+    holds_pairs = is_texts and "input_ids" in inputs and inputs["input_ids"].ndim == 3
+    if holds_pairs != (kind == "contrastive"):
+        raise DataError(
+            f"the data are pairs of texts, and loss {kind!r} does not compare these. Set loss to 'contrastive'"
+            if holds_pairs
+            else "loss 'contrastive' learns from pairs of texts, which come from an experiment with language.task = "
+            "'embedding' and rows with 'anchor' and 'positive'. Choose another loss"
+        )
+    if loss.couples:
+        return loss
+    if loss.is_preference:
+        _check_pairs(loss, first)
+        return loss
     if kind == "auto":
         predicts_tokens = first.tokens and not classes
         return Loss("cross_entropy") if first.is_dense and not predicts_tokens else loss
@@ -62,6 +78,22 @@ def fit_loss(loss: Loss, clients: Sequence[ClientData], classes: Sequence[str]) 
     if loss.is_binary(first.y):
         _check_binary(loss, clients)
     return loss
+
+
+def _check_pairs(loss: Loss, first: Examples) -> None:
+    """Raise DataError if examples are no pairs of responses as a loss of preferences needs them."""
+    inputs = first.x if isinstance(first.x, dict) else {}
+    if RESPONSE_MASK not in inputs:
+        raise DataError(
+            f"loss {loss.kind!r} learns from pairs of responses to one prompt, which come from an experiment with [language] "
+            "and rows with 'prompt', 'chosen' and 'rejected'; these data have labels "
+            f"{describe_array(first.y)}. Choose another loss"
+        )
+    if (REFERENCE in inputs) != (loss.kind == "dpo"):
+        raise DataError(
+            f"these pairs of responses were made for another loss than {loss.kind!r}. Set [loss] in the experiment, so that "
+            "they are made for this one"
+        )
 
 
 def _are_own_ids(examples: Examples) -> bool:

@@ -177,7 +177,7 @@ class Engine(ABC):
             round,
             self.ledger,
             micro_batch=self.micro_batch,
-            may_halve=not method.couples_examples,
+            may_halve=not (method.couples_examples or federation.loss.couples),
         )
 
 

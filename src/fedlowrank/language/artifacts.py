@@ -17,8 +17,8 @@ from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair, zero_pad_pair
 from .base_model import HEAD_NAMES
+from .lora.peft_adapter import ADAPTER
 from .optional import import_library, quiet
-from .peft_adapter import ADAPTER
 
 METADATA = "fedlowrank.json"
 
@@ -64,8 +64,7 @@ def write_adapter(
     for name, pair in pairs.items():
         padded = zero_pad_pair(Pair(pair.b * scale, pair.a), rank)
         for path, value in layers[name].as_parameters(padded).items():
-            # in a file the adapter's own name is left out
-            tensors[path.replace(f".{ADAPTER}.weight", ".weight").removesuffix(f".{ADAPTER}")] = value
+            tensors[name_in_file(path)] = value
     tensors = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
     settings = _adapter_config(config, list(pairs), rank, base_name, head or {}, whole or {})
     metadata = {"format": 1, "digest": digest, "round": round, "client": client, "rank": rank, "scale": scale}
@@ -74,6 +73,11 @@ def write_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
     (folder / METADATA).write_text(json.dumps(metadata, indent=2, sort_keys=True))
     return folder
+
+
+def name_in_file(path: str) -> str:
+    """The name of a factor in a file of PEFT, where the adapter's own name is left out."""
+    return path.replace(f".{ADAPTER}.weight", ".weight").removesuffix(f".{ADAPTER}")
 
 
 def merge_update(

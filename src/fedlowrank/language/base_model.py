@@ -19,6 +19,7 @@ from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
 from ..storage.base_files import combine_file_digests, digest_base_files
+from .objectives.text_embeddings import return_hidden_states
 from .optional import import_library, quiet
 
 HEAD_NAMES = ("classifier", "score")
@@ -34,7 +35,8 @@ class LanguageBase(CheckedFields):
     Attributes:
         path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
         task: causal, a model that continues a text; classification, an encoder or decoder with a head of
-            classes; or token_classification, one with a head of classes for each token.
+            classes; token_classification, one with a head of classes for each token; or embedding, one
+            without a head, whose last hidden states are averaged over the tokens of a text.
         dtype: of the weights in memory; auto takes that of the files.
         quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
             'fedlowrank[quantize]'``.
@@ -48,7 +50,7 @@ class LanguageBase(CheckedFields):
     """
 
     path: str
-    task: Literal["causal", "classification", "token_classification"] = "causal"
+    task: Literal["causal", "classification", "token_classification", "embedding"] = "causal"
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     quantize: Literal["4bit", "8bit"] | None = None
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
@@ -59,6 +61,11 @@ class LanguageBase(CheckedFields):
     def __post_init__(self) -> None:
         if self.quantize not in (None, "4bit", "8bit"):
             raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model has a head of classes."""
+        return self.task in ("classification", "token_classification")
 
 
 @dataclass(frozen=True)
@@ -110,12 +117,12 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
             are missing in the files, or its tokenizer has nothing to pad with.
     """
-    if (base.task != "causal") != bool(classes):
+    if base.has_head != bool(classes):
         raise ConfigError(
             "a classification task needs the names of its classes"
             if not classes
-            else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification', or "
-            "'token_classification' for labels of words"
+            else f"a model for the task {base.task!r} has no classes, yet {len(classes)} are given; set task = "
+            "'classification', or 'token_classification' for labels of words"
         )
     library = import_library("transformers", "a language model")
     where, local = _where(base)
@@ -139,6 +146,7 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         "causal": library.AutoModelForCausalLM,
         "classification": library.AutoModelForSequenceClassification,
         "token_classification": library.AutoModelForTokenClassification,
+        "embedding": library.AutoModel,
     }[base.task]
     found: dict[str, Any] = {}
 
@@ -163,6 +171,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     notes += _pad(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
+    if base.task == "embedding":
+        return_hidden_states(model)
     if base.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
@@ -287,12 +297,15 @@ def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[st
     """Modules to train as a whole, and notes on weights that the files do not hold."""
     # of a classification model: all modules with weights beside the body
     children = [name for name, child in model.named_children() if list(child.parameters())]
-    head = [n for n in children if n != model.base_model_prefix] if base.task != "causal" else []
+    head = [n for n in children if n != model.base_model_prefix] if base.has_head else []
     in_head = [n for n in new if n.split(".")[0] in head]
     in_body = [n for n in new if n not in in_head]
+    if base.task == "embedding":
+        # last hidden states do not depend on a pooler
+        in_body = [n for n in in_body if n.split(".")[0] != "pooler"]
     notes = []
     count = len(model.state_dict())
-    if len(in_body) > (0 if base.task == "causal" else count // 2):
+    if len(in_body) > (count // 2 if base.has_head else 0):
         raise DataError(
             f"{base.path!r} lacks {len(in_body)} of the {count} weights of a {type(model).__name__}, "
             f"such as {in_body[0]!r}; it is the folder of another kind of model."

@@ -20,7 +20,7 @@ from ..storage.base_files import combine_file_digests, digest_base_files
 from . import artifacts
 from .artifacts import METADATA, merge_update, save_model
 from .base_model import LoadedBase
-from .peft_adapter import ADAPTER
+from .lora.peft_adapter import ADAPTER
 
 COMMON = "base"
 """Folder of a base that moved, beside the adapters that are for it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 
 from ..adapters.lora.adapted_layers import PEFT_PREFIX
 from ..adapters.lora.rank_limits import warn_lowered_ranks
-from ..core.arguments.bounds import check_bounds
+from ..core.arguments.bounds import check_bounds, check_minimum
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
+from ..core.learning.preference_losses import RESPONSE_MASK
 from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.text_formats import choose_format, render
@@ -25,6 +28,7 @@ from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
 from ..results.records import RoundRecord
+from ..storage.digest import digest_of
 from .artifacts import METADATA
 from .base_model import LanguageBase, LoadedBase, load_base
 from .embedding_noise import add_embedding_noise
@@ -32,9 +36,13 @@ from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
 from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
+from .lora.peft_adapter import ADAPTER, attach_adapter
+from .lora.peft_config import lora_config
+from .lora.start_adapter import WEIGHTS, fields_with_start, load_start
+from .objectives.preference_pairs import score_pairs
+from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
-from .peft_adapter import ADAPTER, attach_adapter
-from .peft_config import lora_config
+from .sample_answers import sample_answers
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
@@ -69,6 +77,8 @@ class LanguageSettings(LanguageBase):
         neftune: α of the noise on embeddings while training (:mod:`.embedding_noise`); 0 for none.
         autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
             weights; none leaves it.
+        prompts: questions that the models of a simulation answer before the first and after the last round, for the report.
+        answer_tokens: of such an answer at most.
     """
 
     format: Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"] = "auto"
@@ -80,10 +90,21 @@ class LanguageSettings(LanguageBase):
     by_length: bool = False
     neftune: float = 0.0
     autocast: Literal["none", "bfloat16", "float16"] = "none"
+    prompts: tuple[str, ...] = ()
+    answer_tokens: int = 48
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, {"neftune": ">= 0"}, "language")
+        if self.packing and self.task != "causal":
+            raise ConfigError(
+                f"language.packing joins texts of a causal model, and language.task is {self.task!r}. Set packing to false."
+            )
+        check_minimum("language.answer_tokens", self.answer_tokens, 1)
+        if self.prompts and self.task != "causal":
+            raise ConfigError(
+                f"language.prompts are answered by a causal model, and language.task is {self.task!r}. Leave prompts out"
+            )
 
     @property
     def text(self) -> TextSettings:
@@ -100,26 +121,52 @@ class Language:
         loaded: the base with its tokenizer.
         model: a ``peft.PeftModel`` of the base.
         export: of the section ``[export]``: how models are written for other programs.
+        start: folder of the adapter that the factors start from, or None.
     """
 
     settings: LanguageSettings
     loaded: LoadedBase
     model: Any
     export: ExportSettings = ExportSettings()
+    start: Path | None = None
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digest of each file that all machines must have: those of the base and of the start."""
+        found = dict(self.loaded.files)
+        if self.start is not None:
+            found[f"start/{WEIGHTS}"] = digest_of((self.start / WEIGHTS).read_bytes())
+        return found
 
     def describe(self) -> dict[str, Any]:
         """What a resumed run must find unchanged."""
         adapter = {n: str(getattr(self.model.peft_config[ADAPTER], n)) for n in _RESULT_FIELDS}
-        return {"files": dict(self.loaded.files), "adapter": adapter}
+        return {"files": self.files, "adapter": adapter}
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
-        """The code, with the base frozen inside."""
+        """The code, with the base frozen inside; of pairs it makes two scores or embeddings."""
         head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(NAME, self.model, dict(example), head)
         made.declare_repeatable()
+        if RESPONSE_MASK in example:
+            made.readout = score_pairs
+        elif self.settings.task == "embedding":
+            made.readout = embed_pairs
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made
+
+    def answer(self, run: Run) -> list[dict[str, Any]]:
+        """Answers to the prompts of the section ``[language]``; see :func:`.sample_answers.sample_answers`."""
+        prompts, tokens = self.settings.prompts, self.settings.answer_tokens
+        if not prompts:
+            return []
+        template = self.prompt_template or INSTRUCTION
+
+        def write_prompt(question: str) -> str:
+            return template.replace(INSTRUCTION, question)
+
+        return sample_answers(run, prompts, self.live, self.loaded.tokenizer, write_prompt, tokens)
 
     def write(
         self,
@@ -238,7 +285,11 @@ class Language:
 
 
 def load_with_texts(
-    texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
+    texts: Texts,
+    settings: LanguageSettings,
+    lora: Mapping[str, Any],
+    key: Key,
+    classes: Sequence[str] = (),
 ) -> tuple[Dataset, Language]:
     """Tokens of texts, and the model that learns them; see :func:`load_language_model`.
 
@@ -254,13 +305,16 @@ def load_with_texts(
 
 
 def load_language_model(
-    settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
+    settings: LanguageSettings,
+    lora: Mapping[str, Any],
+    key: Key,
+    classes: tuple[str, ...],
 ) -> Language:
     """The model without texts; of a causal model ``classes`` are empty.
 
     Args:
         settings: the base and the form of texts.
-        lora: fields of ``peft.LoraConfig``.
+        lora: fields of ``peft.LoraConfig``; and ``start``, the folder of an adapter to start from, or None.
         key: of new weights and of A.
         classes: their names.
 
@@ -272,9 +326,16 @@ def load_language_model(
         use_packed_attention(loaded.model)
     if settings.neftune:
         add_embedding_noise(loaded.model, settings.neftune)
-    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
+    fields = dict(lora)
+    start = fields.pop("start", None)
+    folder = None if start is None else Path(os.path.expandvars(start)).expanduser()
+    if folder is not None:
+        fields = fields_with_start(folder, fields)
+    model = attach_adapter(loaded.model, lora_config(fields), key / "adapter", loaded.head)
+    if folder is not None:
+        load_start(model, folder)
     loaded.model.config.use_cache = False
-    return Language(settings, loaded, model)
+    return Language(settings, loaded, model, start=folder)
 
 
 def _classes(texts: Texts) -> tuple[str, ...]:
@@ -291,6 +352,14 @@ def _classes(texts: Texts) -> tuple[str, ...]:
 def _check_task(texts: Texts, settings: LanguageSettings) -> None:
     """Reject texts of another task than the model's."""
     kind = texts.kind
-    task = {"classes": "classification", "token_classes": "token_classification"}.get(kind, "causal")
+    tasks = {"classes": "classification", "token_classes": "token_classification", "pairs": "embedding"}
+    task = tasks.get(kind, "causal")
+    if kind == "preferences" and settings.task != "causal":
+        raise ConfigError(
+            f"language.task is {settings.task!r}, but the rows are pairs of responses. Set it to 'causal'."
+        )
+    if "embedding" in (task, settings.task) and task != settings.task:
+        what = "pairs of texts" if kind == "pairs" else f"{kind} and no pairs of texts ('anchor', 'positive')"
+        raise ConfigError(f"language.task is {settings.task!r}, but the rows are {what}. Set it to {task!r}.")
     if task != settings.task and "causal" not in (task, settings.task):
         raise ConfigError(f"language.task is {settings.task!r}, but the rows are {kind}. Set it to {task!r}.")

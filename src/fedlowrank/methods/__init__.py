@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod
 from .apfl import APFL
 from .ditto import Ditto
 from .ensemble import Ensemble
@@ -48,7 +46,7 @@ from .pfedme import PFedMe
 from .scaffold import SCAFFOLD
 from .standalone import Standalone
 
-METHODS: dict[str, type[Method[Any, Any, Any, Any]]] = {
+METHODS: dict[str, type[AnyMethod]] = {
     "standalone": Standalone,
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,

@@ -15,12 +15,12 @@ are averaged as any parameter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..core.contract.contribution import Mean
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import supervised_loss
 from ..core.tree import Params
+from .families.averaging import Weighting
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FedAvg(Method[Params, None, Params, Params]):
         weighting: of a reply: the client's number of training examples n_k, or uniform.
     """
 
-    weighting: Literal["examples", "uniform"] = "examples"
+    weighting: Weighting = "examples"
 
     title = "FedAvg"
     citation = "McMahan et al., AISTATS 2017, arXiv:1602.05629"

@@ -29,6 +29,7 @@ from torch.nn import functional
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientView, Method, ServerView, Task
 from ..core.contract.model import Model
+from ..core.errors import TaskError
 from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
@@ -82,7 +83,12 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
     }  # the one EM step of a round moves the shares at any learning rate
 
     def server_init(self, task: Task) -> Params:
-        """C draws of the initial weights ``[C, ...]``."""
+        """C draws of the initial weights ``[C, ...]``; raises TaskError for a loss that couples examples."""
+        if task.loss.couples:
+            raise TaskError(
+                f"{self.title} weighs each example by itself, and loss {task.loss.kind!r} compares those of a batch; choose "
+                "another method"
+            )
         return initial_models(self.title, task, self.clusters)
 
     def local_update(
@@ -119,6 +125,8 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
                     (functional.logsigmoid(z) + shares.log()).logsumexp(1) for z in (outputs, -outputs)
                 )
                 return yes - no
+            if task.loss.is_preference:
+                return task.loss.mix_preferences(outputs, pi.to(outputs).log())
             if _is_regression(task, outputs):
                 return (outputs * shares).sum(1)
             axis = class_axis(outputs[:, 0]) + 1

@@ -31,10 +31,10 @@ from .families.lora_family import (
     Message,
     Scaling,
     Tuning,
-    initial_factors,
     leaves_of,
     model_parameters,
     rank_of_factors,
+    starting_factors,
     train_leaves,
 )
 
@@ -84,12 +84,11 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     remarks = describe_ranks
 
     def server_init(self, task: Task) -> Server:
-        """A random A, B = 0, no residual."""
+        """A random A and B = 0, or the model's trained factors; no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors, lora = initial_factors(task, rank), lora_of(model)
-        return Server(
-            factors, UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        )
+        scaling = self.tuning.scaling_of(lora_of(model))
+        factors = starting_factors(task, self.title, rank, scaling.at(rank))
+        return Server(factors, UpdateHistory([], {}), self.tuning.shared_rest(model), scaling)
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -117,7 +116,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
         gaps = [
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
-            for factors in total["each"].values()
+            for factors in (total["each"][c.id] for c in view.replied)
         ]
         scale = server.scaling.at(rank_of_factors(means))
         residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)

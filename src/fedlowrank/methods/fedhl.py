@@ -20,7 +20,6 @@ as a frozen second adapter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +30,20 @@ from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, T
 from ..core.contract.update import Update
 from ..core.errors import ConfigError
 from ..core.tree import Params, tree_dataclass
-from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas
+from ..linalg.delta import Delta, DeltaForm, FactorSplit
 from ..linalg.pair import Factors
 from .families.effective_delta import (
-    Truncated,
+    FactorReply,
     Weighing,
-    energies,
     first_components,
-    is_half,
-    ranks_of,
-    remainder,
+    has_half_precision,
+    measure_energies,
+    measure_ranks,
+    model_with_update,
+    starting_deltas,
     truncation_energy,
+    untruncated_tail,
     weighted_sum,
-    whole,
 )
 from .families.lora_clients import (
     adapted_model,
@@ -58,7 +58,6 @@ from .families.lora_family import (
     Scaling,
     Tuning,
     initial_factors,
-    rank_of_factors,
     train_leaves,
 )
 
@@ -129,17 +128,17 @@ class FedHL(Method[Server, Params, Download, Message]):
         return found
 
     def server_init(self, task: Task) -> Server:
-        """W_0 = 0."""
+        """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        delta = initial_deltas(lora_of(model).shapes, self.form, max(ranks))
+        delta = starting_deltas(model, self.form, max(ranks))
         drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
-        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
+        rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
-        left = remainder(server.delta, rank, server.drawn) if self.residual else {}
+        left = untruncated_tail(server.delta, rank, server.drawn) if self.residual else {}
         return Download(self.tuning.message(factors, server.rest), left)
 
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
@@ -150,20 +149,18 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Line 17."""
-        ranks = [self.tuning.rank_of(c, rank_of_factors(server.drawn)) for c in view.replied]
+        ranks = [self.tuning.rank_within(c, server.drawn) for c in view.replied]
         p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
-        updates = [
-            (server.scaling.at(r), factors)
-            for r, factors in zip(ranks, total["factors"].values(), strict=True)
+        replies = [
+            FactorReply(r, server.scaling.at(r), total["factors"][client.id])
+            for r, client in zip(ranks, view.replied, strict=True)
         ]
-        truncated: Sequence[Truncated] = ranks
-        if self.tuning.wire != "float32" or is_half(server.drawn):
+        if self.tuning.wire != "float32" or has_half_precision(server.drawn):
             # rounded on its way: subtract W_t^{r_i} as it was sent
-            truncated = [
-                unpack_factors(self.download(server, client).message.factors) for client in view.replied
-            ]
+            sent = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
+            replies = [one._replace(received=factors) for one, factors in zip(replies, sent, strict=True)]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
-        delta = weighted_sum(server.delta, p.weights, updates, truncated)
+        delta = weighted_sum(server.delta, p.weights, replies)
         return Server(
             delta, server.drawn, total["rest"], server.scaling, p.reply_metrics([c.id for c in view.replied])
         )
@@ -182,11 +179,11 @@ class FedHL(Method[Server, Params, Download, Message]):
         delta = server.delta
         return {
             **server.last,
-            "ranks": dict(ranks_of(delta)),
-            "energy": energies(delta),
+            "ranks": dict(measure_ranks(delta)),
+            "energy": measure_energies(delta),
             "discarded": truncation_energy(delta),
         }
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
-        return whole(view.model, server.delta, state | server.rest)
+        return model_with_update(view.model, server.delta, state | server.rest)

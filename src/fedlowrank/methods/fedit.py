@@ -28,7 +28,7 @@ from .families.lora_clients import (
     send_factors,
     train_factors,
 )
-from .families.lora_family import Message, Scaling, Tuning, initial_factors
+from .families.lora_family import Message, Scaling, Tuning, starting_factors
 
 
 @tree_dataclass
@@ -54,13 +54,11 @@ class FedIT(Method[Server, Params, Message, Message]):
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
     def server_init(self, task: Task) -> Server:
-        """A random A, and B = 0."""
+        """A random A and B = 0, or the model's trained factors."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        return Server(
-            initial_factors(task, rank),
-            self.tuning.shared_rest(model),
-            self.tuning.scaling_of(lora_of(model)),
-        )
+        scaling = self.tuning.scaling_of(lora_of(model))
+        factors = starting_factors(task, self.title, rank, scaling.at(rank))
+        return Server(factors, self.tuning.shared_rest(model), scaling)
 
     remarks = describe_ranks
     client_init = initial_rest

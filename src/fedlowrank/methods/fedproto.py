@@ -33,6 +33,7 @@ from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.errors import TaskError
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params, tree_dataclass, widen
+from .families.averaging import Weighting
 
 
 @tree_dataclass
@@ -72,7 +73,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     lam: float = 1.0
     infer: Literal["classifier", "nearest", "nearest_own"] = "classifier"
-    weighting: Literal["examples", "uniform"] = "examples"
+    weighting: Weighting = "examples"
 
     title = "FedProto"
     citation = "Tan et al., AAAI 2022, arXiv:2105.00243"

@@ -27,7 +27,7 @@ from .families.lora_clients import (
     describe_ranks,
     send_factors,
 )
-from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
+from .families.lora_family import Leaves, Message, Tuning, starting_factors, train_leaves
 
 
 @tree_dataclass
@@ -60,18 +60,16 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
 
     def server_init(self, task: Task) -> Server:
-        """A random A."""
+        """A random A, or the model's trained one."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        return Server(
-            _without_b({n: p.a for n, p in initial_factors(task, rank).items()}),
-            self.tuning.shared_rest(model),
-        )
+        a = {n: p.a for n, p in self._factors(task, rank).items()}
+        return Server(_without_b(a), self.tuning.shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
-        """B = 0."""
+        """B = 0, or the model's trained one."""
         model = task.model(client)
-        rank = self.tuning.rank_of(client, lora_of(model).largest_rank)
-        return Own({n: p.b for n, p in initial_factors(task, rank).items()}, self.tuning.own_rest(model))
+        rank = self.tuning.rank_of(client, lora_of(model))
+        return Own({n: p.b for n, p in self._factors(task, rank).items()}, self.tuning.own_rest(model))
 
     remarks = describe_ranks
     download = send_factors
@@ -92,6 +90,10 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     def client_model(self, state: Own, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
         return adapted_model(view, self._leaves(state, down), self.tuning.scale(view))
+
+    def _factors(self, task: Task, rank: int) -> Factors:
+        scale = self.tuning.scaling_of(lora_of(task.common_model(self.title))).at(rank)
+        return starting_factors(task, self.title, rank, scale)
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
         a = {n: p.a for n, p in unpack_factors(down.factors).items()}

@@ -6,8 +6,8 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
     client i:               train B_i by E epochs, A_0 frozen                              local_update
     server:                 B = Σ n_i B_i / Σ n_i                                          server_update
 
-A_0 is drawn from the seed that all share, so it never travels. Σ p_i B_i A_0 = (Σ p_i B_i) A_0: the mean is
-exact.
+A_0 is drawn from the seed that all share, or is that of an adapter that all start from, so it never travels.
+Σ p_i B_i A_0 = (Σ p_i B_i) A_0: the mean is exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .families.lora_clients import (
     leaves_of_message,
     send_factors,
 )
-from .families.lora_family import Leaves, Message, Tuning, initial_factors, train_leaves
+from .families.lora_family import Leaves, Message, Tuning, starting_factors, train_leaves
 
 
 @tree_dataclass
@@ -54,7 +54,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
 
     def server_init(self, task: Task) -> Server:
-        """B = 0.
+        """B = 0, or the model's trained one.
 
         Raises:
             TaskError: if ranks differ, or an embedding is adapted.
@@ -66,7 +66,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
                 f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
                 "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
-        return Server(_without_a(initial_factors(task, rank)), self.tuning.shared_rest(model))
+        return Server(_without_a(self._factors(task, rank)), self.tuning.shared_rest(model))
 
     remarks = describe_ranks
     client_init = initial_rest
@@ -92,12 +92,16 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         fixed, start = self._leaves(state, down, view)
         return adapted_model(view, fixed | start, self.tuning.scale(view))
 
+    def _factors(self, task: Task, rank: int) -> Factors:
+        scale = self.tuning.scaling_of(lora_of(task.common_model(self.title))).at(rank)
+        return starting_factors(task, self.title, rank, scale)
+
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""
         leaves = leaves_of_message(down, state)
-        rank = self.tuning.rank_of(view.info, lora_of(view.model).largest_rank)
-        drawn = initial_factors(view.task, rank)
-        return {"a": {n: p.a for n, p in drawn.items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
+        rank = self.tuning.rank_of(view.info, lora_of(view.model))
+        a = {n: p.a for n, p in self._factors(view.task, rank).items()}
+        return {"a": a}, {"b": leaves["b"], "rest": leaves["rest"]}
 
 
 def _without_a(factors: Factors) -> Factors:

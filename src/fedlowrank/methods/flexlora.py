@@ -18,9 +18,15 @@ from typing import Any
 from ..adapters.lora.lora_factors import lora_of
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree_dataclass
-from ..linalg.delta import Delta, DeltaForm, FactorSplit, initial_deltas, update_deltas
+from ..linalg.delta import Delta, DeltaForm, FactorSplit, update_deltas
 from ..linalg.pair import Factors
-from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
+from .families.effective_delta import (
+    first_components,
+    measure_ranks,
+    model_with_update,
+    starting_deltas,
+    weighted_blocks,
+)
 from .families.lora_clients import (
     collect_factors,
     describe_factor_update,
@@ -63,15 +69,15 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     )
 
     def server_init(self, task: Task) -> Server:
-        """W = 0."""
+        """W = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        return Server(initial_deltas(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
+        return Server(starting_deltas(model, self.form, max(ranks)), drawn, rest, scaling)
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components."""
-        rank = self.tuning.rank_of(client, rank_of_factors(server.drawn))
+        rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
@@ -84,7 +90,10 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """W = Σ p_i s_i B_i A_i."""
-        factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
+        factors, weights = (
+            [total["factors"][c.id] for c in view.replied],
+            [float(c.examples) for c in view.replied],
+        )
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         blocks = weighted_blocks(shares, scales, factors)
@@ -94,8 +103,8 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:
         """Rank of W."""
-        return {"ranks": dict(ranks_of(server.delta))}
+        return {"ranks": dict(measure_ranks(server.delta))}
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
-        return whole(view.model, server.delta, state | server.rest)
+        return model_with_update(view.model, server.delta, state | server.rest)

@@ -34,6 +34,7 @@ from .families.lora_family import (
     leaves_of,
     model_parameters,
     rank_of_factors,
+    scale_factors,
     train_leaves,
 )
 
@@ -84,12 +85,13 @@ class FLoRA(Method[Server, Own, Download, Message]):
     contribution = collect_factors
 
     def server_init(self, task: Task) -> Server:
-        """No stack yet."""
+        """No stack yet, or the model's trained factors as the first."""
         self.tuning.ranks(task, self.title)
         model = task.common_model(self.title)
-        return Server(
-            UpdateHistory([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        )
+        lora, history = lora_of(model), UpdateHistory([], {})
+        if lora.trained:
+            history = history.with_update(scale_factors(lora.trained, lora.scale), [], self.tuning.wire)
+        return Server(history, self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -102,7 +104,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
         lora = lora_of(view.model)
-        rank = self.tuning.rank_of(view.info, lora.largest_rank)
+        rank = self.tuning.rank_of(view.info, lora)
         base = self._base(state, down, lora)
         start = leaves_of(lora.initial_factors(rank, view.key / "lora"), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
@@ -113,7 +115,10 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One more stack."""
-        factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
+        factors, weights = (
+            [total["factors"][c.id] for c in view.replied],
+            [float(c.examples) for c in view.replied],
+        )
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         return Server(

@@ -42,11 +42,11 @@ from .families.lora_family import (
     Scaling,
     Tuning,
     factors_of,
-    initial_factors,
     leaves_of,
     model_parameters,
     rank_of_factors,
     scale_factors,
+    starting_factors,
     train_leaves,
     truncate_factors,
 )
@@ -95,14 +95,14 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     client_init = initial_rest
 
     def server_init(self, task: Task) -> Server:
-        """A random A of the largest rank, and B = 0."""
+        """A random A of the largest rank and B = 0, or the model's trained factors."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        return Server(initial_factors(task, rank), rest, scaling, {})
+        return Server(starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
-        own = self.tuning.rank_of(client, rank_of_factors(server.factors))
+        own = self.tuning.rank_within(client, server.factors)
         rank = server.ranks.get(str(client.id), own)
         factors = scale_factors(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
@@ -134,7 +134,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             "reached": Sum(reached, counts=True),
             "rest": Mean(upload.rest, n),
         }
-        pruned = Each(None if rank == self.tuning.rank_of(client, top) else rank)
+        pruned = Each(None if rank == self.tuning.rank_within(client, server.factors) else rank)
         return {**found, "pruned": pruned} if self.prune < 1 else found
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:

@@ -17,7 +17,7 @@ different draws, all layers are their own, and a client keeps nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Server
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
 from ..core.learning.batch_losses import sum_losses, task_loss
 from ..core.tree import Params, map_leaves, tree_dataclass
+from .families.averaging import Weighting
 from .families.clusters import (
     bounded_shares,
     by_cluster,
@@ -65,7 +66,7 @@ class IFCA(Method[Params, None, Params, Upload]):
     """
 
     clusters: int = 4
-    weighting: Literal["examples", "uniform"] = "examples"
+    weighting: Weighting = "examples"
 
     title = "IFCA"
     citation = "Ghosh et al., NeurIPS 2020, arXiv:2006.04088"

@@ -65,6 +65,8 @@ class Architecture:
         parameters: the number of all, frozen ones included; a complex number counts as two.
         layers: a line for each layer that says what it is, when the architecture was made; see
             :mod:`.fingerprint`.
+        readout: what makes scores of the model's outputs and inputs, ``readout(outputs_of, x)`` with a function
+            ``outputs_of(x)``, or None where they are the scores.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
@@ -115,6 +117,7 @@ class Architecture:
         self.complex = complex_names(module)
         self.parameters = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
+        self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
         self._library_hooks: int | None = None
         if head is None:
             declared = getattr(module, "head_name", None)
@@ -415,7 +418,10 @@ class Architecture:
 
         Parameters that are not given are those of the module: the frozen ones.
         """
-        return self._run(self._code, self.add_statistics(params), x)
+        params = self.add_statistics(params)
+        if self.readout is None:
+            return self._run(self._code, params, x)
+        return self.readout(lambda inputs: self._run(self._code, params, inputs), x)
 
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         self._keep_mode()

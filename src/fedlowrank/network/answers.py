@@ -9,7 +9,7 @@ from ..core.contract.method import ClientInfo, Pass
 from ..core.contract.model import Model
 from ..results.client_metrics import Metric
 from ..results.evaluation import SPLITS
-from ..results.measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, TOKEN_ACCURACY, Block
+from ..results.measurements import ACCURACIES_OF_TEXTS, ACCURACY, LOSS, PARAMETERS, ROUTE, Block
 from .messages import Answer, MessageError
 from .validation.uploads import RefusedReplyError
 
@@ -94,15 +94,16 @@ def check_evaluation(
     """
     bounds = {
         ACCURACY: (0.0, 1.0),
-        TOKEN_ACCURACY: (0.0, 1.0),
+        **dict.fromkeys(ACCURACIES_OF_TEXTS, (0.0, 1.0)),
         PARAMETERS: (0.0, float(SLACK * weights_of(model))),
         # a loss, a metric and a route may be NaN, of a model whose training diverged
         LOSS: (-math.inf, math.inf),
         ROUTE: (0.0, 1.0),
         **{name: (m.bounds[0] - ROUNDING, m.bounds[1] + ROUNDING) for name, m in metrics.items()},
     }
-    never_nan = (ACCURACY, TOKEN_ACCURACY, PARAMETERS)
-    further = [*metrics, *[TOKEN_ACCURACY] * any(c.name == TOKEN_ACCURACY for c in evaluation.columns)]
+    never_nan = (ACCURACY, *ACCURACIES_OF_TEXTS, PARAMETERS)
+    named = {c.name for c in evaluation.columns}
+    further = [*metrics, *(name for name in ACCURACIES_OF_TEXTS if name in named)]
     series = evaluation.series()
     found = [(column.name, column.series, column.split) for column in evaluation.columns]
     expected = {

@@ -27,7 +27,7 @@ from filelock import FileLock
 from ..config.assembly import Shares, assemble
 from ..config.experiment import ExperimentConfig
 from ..core import tree
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod
 from ..core.errors import CheckpointError, ConfigError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically, write_json
 from ..core.io.private_files import make_private_folder, refuse_readable
@@ -279,7 +279,7 @@ class ClientRuntime:
         return f"with earlier runs of this site on the same data, the round costs ε = {spent:.4g}"
 
     @cached_property
-    def method(self) -> Method[Any, Any, Any, Any]:
+    def method(self) -> AnyMethod:
         """The experiment's method; its updates are protected as the experiment says."""
         run, draws = self.made.run, self._draws
         method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
@@ -311,7 +311,7 @@ class ClientRuntime:
             sizes[0],
             sizes[1:],
             sections(self.made.to_dict()),
-            {} if self.language is None else self.language.loaded.files,
+            {} if self.language is None else self.language.files,
             versions(),
         )
         form = {

@@ -18,6 +18,7 @@ from ..results.records import RunRecord
 from .figures.gallery import draw_all, method_styles
 from .figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from .findings import state_headline
+from .sample_texts import answers_markdown, list_answers
 from .sentences import count, describe_setting, find_warnings, warn_of_mixture
 from .statistics.groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
 from .tables.comparison_tables import Comparison, compare_groups, comparison_markdown, to_csv
@@ -51,6 +52,7 @@ def write_report(
     groups = group_runs(runs, target)
     table, warning = compare_groups(groups), warn_of_mixture(groups)
     markdown = (f"> {warning}\n\n" if warning else "") + comparison_markdown(table)
+    markdown += answers_markdown(list_answers(groups))
     downloads = {"csv": to_csv(table), "md": markdown}
     sheet = "" if figures is None else quote(Path(os.path.relpath(figures, out.parent)).as_posix())
     text = render_page(table, runs, command, downloads, sheet)
@@ -134,6 +136,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "warnings": find_warnings(groups),
         "summary": table.summary,
         "sweeps": table.sweeps,
+        "answers": list_answers(groups),
         "tables": [*table.blocks.values(), *table.ranks],
         "footnotes": table.footnotes,
         "result": placed.get("result"),

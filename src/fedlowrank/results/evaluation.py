@@ -28,7 +28,7 @@ from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
 from .cohort_evaluation import CohortModels
 from .local_model import LocalModel, local_model
-from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, TOKEN_ACCURACY, Block, Column
+from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
 from .scoring import Scores, ScoringPool, all_scores, concatenate, measure, measure_each, pool_of
 
 ModelsOfClients = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
@@ -385,13 +385,13 @@ def _block_of(
     """
     tables: dict[str, dict[str, list[float | None]]] = {
         ACCURACY: {
-            series: [None] * len(of.accuracy) if of.of_tokens else of.accuracy
+            series: of.accuracy if of.accuracy_name == ACCURACY else [None] * len(of.accuracy)
             for series, of in scores.items()
         },
         LOSS: {series: [_shorten(v) for v in of.risk] for series, of in scores.items()},
     }
-    if any(of.of_tokens for of in scores.values()):
-        tables[TOKEN_ACCURACY] = {series: of.accuracy for series, of in scores.items()}
+    for name in sorted({of.accuracy_name for of in scores.values()} - {ACCURACY}):
+        tables[name] = {series: of.accuracy for series, of in scores.items()}
     for name in next(iter(scores.values())).metrics:
         tables[name] = {series: [_shorten(v) for v in of.metrics[name]] for series, of in scores.items()}
     columns = [

@@ -30,8 +30,11 @@ TRAINING_LOSS = "training_loss"
 
 ACCURACY, LOSS, PARAMETERS, ROUTE = "accuracy", "loss", "parameters", "route"
 
-TOKEN_ACCURACY = "token_accuracy"
-"""Share of tokens that a language model predicts. It is no accuracy: such models are judged by their loss per token."""
+TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL = "token_accuracy", "pair_accuracy", "retrieval_accuracy"
+"""Shares of tokens that a language model predicts, of pairs of responses that it puts in order, and of anchors that are
+nearest to their own positive in a batch. They are no accuracy: such models are judged by their loss."""
+
+ACCURACIES_OF_TEXTS = TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL
 
 """Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
 

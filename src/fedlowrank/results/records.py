@@ -25,6 +25,7 @@ from ..storage.run_files import (
     STATUS,
     actual_status,
     completed_rounds,
+    read_answers,
     read_clients,
     read_config,
     read_lines,
@@ -238,6 +239,11 @@ class RunRecord:
         for name in names:
             value = value.get(name) if isinstance(value, dict) else None
         return value if isinstance(value, dict) else {}
+
+    @cached_property
+    def answers(self) -> list[dict[str, Any]]:
+        """Answers of language models to fixed prompts, before and after; none in most runs."""
+        return read_answers(self.folder)
 
     @cached_property
     def measurements(self) -> Measurements:

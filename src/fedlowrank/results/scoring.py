@@ -16,11 +16,14 @@ from ..core.contract.client_model import Predictor
 from ..core.contract.method import Batch
 from ..core.contract.model import Model
 from ..core.learning.batch_losses import example_losses
+from ..core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
 from ..core.learning.losses import AUTO, Loss, class_axis
+from ..core.learning.preference_losses import difference_of_chosen
 from ..data.dataset import Examples
 from ..models.coupling import mixes_examples
 from ..training.local_data import CHUNK, channels_last, chunk_size, gather
 from .client_metrics import Metric, compute
+from .measurements import ACCURACY, PAIR_ACCURACY, RETRIEVAL, TOKEN_ACCURACY
 
 AT_ONCE = 4096
 """Examples whose losses are computed in one call."""
@@ -82,17 +85,19 @@ class Scores:
 
     Attributes:
         accuracy: share of examples whose highest score is their label's (of language models: of tokens that
-            are predicted; of labels of pixels or tokens: of these). Of several labels an example, the share of
+            are predicted; of labels of pixels or tokens: of these; of pairs of responses: of pairs whose chosen one
+            has the higher score). Of several labels an example, the share of
             examples of which all are right; of a label for each pixel, of pixels. None for a regression, too.
         risk: mean loss of the task; of language models the exponential of it is the perplexity.
         metrics: further ones by name; None where one is not defined, too.
-        of_tokens: whether the accuracy is that of predicted tokens.
+        accuracy_name: by which the accuracy is recorded; language models that predict tokens or compare responses are
+            judged by their loss.
     """
 
     accuracy: list[float | None]
     risk: list[float | None]
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
-    of_tokens: bool = False
+    accuracy_name: str = ACCURACY
 
 
 def measure(predict: Predictor, pool: ScoringPool, metrics: Mapping[str, Metric] | None = None) -> Scores:
@@ -163,8 +168,14 @@ def measure_scores(
         [right / count if count else None for right, count, _, _ in sums],
         [lost / weight if weight else None for _, _, lost, weight in sums],
         _further_metrics(kept, pool.lengths, metrics) if metrics else {},
-        any(pool.loss.predicts_tokens(part.y) for part in pool.passes),
+        _name_accuracy(pool),
     )
+
+
+def _name_accuracy(pool: ScoringPool) -> str:
+    if pool.loss.compares_texts:
+        return PAIR_ACCURACY if pool.loss.is_preference else RETRIEVAL
+    return TOKEN_ACCURACY if any(pool.loss.predicts_tokens(part.y) for part in pool.passes) else ACCURACY
 
 
 def _further_metrics(
@@ -198,6 +209,8 @@ def _batches(
             size *= 2
         if pool.at_once:
             size = len(examples)
+        if pool.loss.couples:
+            size = EVALUATION_BATCH
         for predict, n in counts:
             end = min(first + n, len(examples))
             for start in range(first, end, size):
@@ -238,7 +251,11 @@ def _table(scores: Tensor, batch: Batch) -> Tensor:
     y, loss = batch.y, batch.loss
     lost, weights = _each_loss(scores, batch), batch.weights
     ones = torch.ones_like(lost)
-    if y.is_floating_point():
+    if loss.couples:
+        right, asked = nearest_is_own(scores), ones
+    elif loss.is_preference:
+        right, asked = difference_of_chosen(scores, y) > 0, ones
+    elif y.is_floating_point():
         right, asked = _right_entries(scores, y) if loss.is_binary(y) else (ones, torch.zeros_like(lost))
     elif weights is not None:
         right, asked = (scores[:, :-1].argmax(-1) == y[:, 1:]).sum(1), weights

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod
 from ..core.errors import CheckpointError
+from ..core.learning.optimizer import LocalSchedule, Schedule
 from ..models.fingerprint import compare_layers
 from .stored_settings import add_defaults
 
@@ -19,11 +22,11 @@ FREE_TO_CHANGE = (
 """Parts of the configuration that do not change results, or restate other parts."""
 
 
-def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
+def changes_of(stored: Any, now: Any, method: AnyMethod) -> list[str]:
     """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
 
     A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
-    unless the method plans them by their number.
+    unless the method plans them by their number. It gets none in which a learning rate is 0 by its schedule.
 
     Args:
         stored: the configuration of the run. Settings that it lacks count as their defaults
@@ -38,6 +41,12 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
     more = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
     if after < before:
         return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *more]
+    for name, schedule in _find_schedules(method, ""):
+        if schedule.is_over(after - 1):
+            more.append(
+                f"run.rounds was {before} and is {after}, but {name} with rounds = {schedule.rounds} has fallen to a "
+                f"learning rate of 0 before round {after}, which would train nothing"
+            )
     if not method.uses_rounds:
         return more
     why = f"{method.title} plans its rounds by how many there are"
@@ -45,7 +54,7 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
     return [f"run.rounds was {before} and is {after}; {why}, so {others}", *more]
 
 
-def check_changes(folder: Path, stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> None:
+def check_changes(folder: Path, stored: Any, now: Any, method: AnyMethod) -> None:
     """Raise CheckpointError if a run cannot go on with another configuration; the message names the fields."""
     if changes := changes_of(stored, now, method):
         raise CheckpointError(
@@ -58,6 +67,15 @@ def check_changes(folder: Path, stored: Any, now: Any, method: Method[Any, Any, 
 def _rounds(config: Any) -> Any:
     run = config.get("run") if isinstance(config, dict) else None
     return run.get("rounds") if isinstance(run, dict) else None
+
+
+def _find_schedules(settings: Any, path: str) -> Iterator[tuple[str, Schedule | LocalSchedule]]:
+    """Schedules among settings and the settings within them, each with its dotted name."""
+    if isinstance(settings, (Schedule, LocalSchedule)):
+        yield path, settings
+    elif dataclasses.is_dataclass(settings):
+        for field in dataclasses.fields(settings):
+            yield from _find_schedules(getattr(settings, field.name), f"{path}.{field.name}".lstrip("."))
 
 
 def differences(stored: Any, now: Any, path: str = "") -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from ..core.errors import CheckpointError, FedlowrankError
-from ..core.io.atomic_files import as_checkpoint_error
+from ..core.io.atomic_files import as_checkpoint_error, write_atomically
 from ..results.records import RoundRecord
-from ..storage.run_files import LEDGER
+from ..storage.run_files import ANSWERS, LEDGER, read_answers
 from ..storage.run_folder import RunFolder
 from .callbacks import CallbackList, RoundCallback
 from .logs.loggers import make_loggers
@@ -123,6 +124,8 @@ class _Loop:
             self._save_best()
             if record.round in settings.adapters:
                 _write_models(run, folder)
+            if record.round == 0 or run.is_over:
+                _write_answers(run, folder)
             if folder.is_due(record.round, settings.rounds, settings.checkpoint_every):
                 _save(run, folder)
         self._show(record)
@@ -144,6 +147,7 @@ class _Loop:
                 self._save_best()
             if folder is not None:
                 _save_once(run, folder)
+                _write_answers(run, folder)
         self._loggers(self._records[place])
 
     def settle(self) -> None:
@@ -186,6 +190,22 @@ def _write_models(run: Run, folder: RunFolder) -> None:
         raise CheckpointError("run.adapters: only language models have adapter folders; leave it empty")
     with as_checkpoint_error(f"cannot write {folder.path / 'adapters'}"):
         companion.write(run, folder.path / "adapters" / f"round-{run.round:04d}")
+
+
+def _write_answers(run: Run, folder: RunFolder) -> None:
+    """Write the models' answers to fixed prompts, in place of those of this round or of later ones.
+
+    Raises:
+        CheckpointError: if the file cannot be read or written.
+    """
+    companion = run.federation.companion
+    # over a network the clients' models are not here
+    rows = [] if companion is None or run.is_deployed else companion.answer(run)
+    if rows:
+        with as_checkpoint_error(f"cannot read {folder.path / ANSWERS}"):
+            earlier = [row for row in read_answers(folder.path) if row["round"] < run.round]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*earlier, *rows])
+        write_atomically(folder.path / ANSWERS, text.encode())
 
 
 def _ignore(record: RoundRecord) -> None:

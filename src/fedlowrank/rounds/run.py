@@ -12,7 +12,7 @@ from ..core import tree
 from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
 from ..core.contract.hook_results import check_server_state
-from ..core.contract.method import ClientInfo, Method, ServerView
+from ..core.contract.method import AnyMethod, ClientInfo, ServerView
 from ..core.errors import ConfigError
 from ..core.tree import Params
 from ..data.federation import Federation
@@ -90,7 +90,7 @@ class Run:
 
     def __init__(
         self,
-        method: Method[Any, Any, Any, Any],
+        method: AnyMethod,
         federation: Federation,
         settings: RunSettings,
         engine: Engine,

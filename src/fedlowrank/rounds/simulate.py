@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ..core.arguments.field_checks import ALIASES, check_arguments, find_argument, list_arguments
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod, Method
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.federation import Federation
@@ -62,7 +62,7 @@ def _name_arguments(function: Callable[P, R]) -> Callable[P, R]:
 @_name_arguments
 @check_arguments
 def simulate(
-    method: Method[Any, Any, Any, Any] | str,
+    method: AnyMethod | str,
     federation: Federation,
     *,
     folder: str | Path | None = None,
@@ -173,7 +173,7 @@ def _check_types(method: Any, federation: Any) -> None:
 
 
 def reopen(
-    method: Method[Any, Any, Any, Any],
+    method: AnyMethod,
     federation: Federation,
     folder: Path,
     settings: RunSettings,
@@ -208,9 +208,7 @@ def run_description(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "plan": dataclasses.asdict(run.plan)}
 
 
-def describe_run(
-    method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings
-) -> dict[str, Any]:
+def describe_run(method: AnyMethod, federation: Federation, settings: RunSettings) -> dict[str, Any]:
     """Everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
     method = unwrap(method)
@@ -246,7 +244,7 @@ def _describe_loss(loss: Loss) -> dict[str, Any]:
     return {**loss.describe(), **code}
 
 
-def _remarks(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> list[str]:
+def _remarks(method: AnyMethod, federation: Federation, settings: RunSettings) -> list[str]:
     """What a user should know of how data, models and method fit together."""
     return [*(federation.remarks or ()), *method.remarks(federation.task(settings.rounds))]
 
@@ -267,9 +265,7 @@ def _describe_model(architecture: Architecture, federation: Federation) -> dict[
     }
 
 
-def _settings(
-    given: dict[str, Any], federation: Federation, method: Method[Any, Any, Any, Any]
-) -> RunSettings:
+def _settings(given: dict[str, Any], federation: Federation, method: AnyMethod) -> RunSettings:
     known = [f.name for f in dataclasses.fields(RunSettings)]
     for name in given:
         if name not in known:
@@ -282,7 +278,7 @@ def _settings(
     return chosen
 
 
-def _explain_unknown(name: str, value: Any, method: Method[Any, Any, Any, Any]) -> str:
+def _explain_unknown(name: str, value: Any, method: AnyMethod) -> str:
     """The message about an argument that :func:`simulate` does not have, and where it belongs."""
     what = f"simulate has no argument {name!r}"
     own = [n for n in inspect.signature(simulate).parameters if n not in ("method", "federation", "settings")]
@@ -302,7 +298,7 @@ def _explain_unknown(name: str, value: Any, method: Method[Any, Any, Any, Any]) 
 _DATA = [n for n in inspect.signature(Federation.from_arrays).parameters if n != "self"]
 
 
-def _find_place(name: str, value: Any, method: Method[Any, Any, Any, Any]) -> str:
+def _find_place(name: str, value: Any, method: AnyMethod) -> str:
     """Where an argument belongs that is none of :func:`simulate`: settings, the method or the data; or nothing."""
     cls = type(method)
     if name in {f.name for f in dataclasses.fields(RunSettings)}:

@@ -7,21 +7,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.contract.method import Method
+from ..core.contract.method import AnyMethod
 from ..models.zoo import ModelSettings
 from ..trust.protection import Protected
 from .run_settings import RunSettings
 from .setup.averaged_statistics import AveragedStatistics
 
 
-def unwrap(method: Method[Any, Any, Any, Any]) -> Method[Any, Any, Any, Any]:
+def unwrap(method: AnyMethod) -> AnyMethod:
     """The method itself, without what its updates and statistics are wrapped in."""
     while isinstance(method, (Protected, AveragedStatistics)):
         method = method.inner
     return method
 
 
-def add_defaults(stored: Mapping[str, Any], method: Method[Any, Any, Any, Any]) -> dict[str, Any]:
+def add_defaults(stored: Mapping[str, Any], method: AnyMethod) -> dict[str, Any]:
     """Complete a stored configuration by settings that did not exist when it was written, at their defaults.
 
     A new setting changes nothing at its default value, so that a run from before it was made by this default.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,7 @@ LEDGER = "privacy.jsonl"
 """Name of the ledger of privacy in a run folder, and in a client's folder."""
 
 METRICS = "metrics.jsonl.gz"
+ANSWERS = "answers.jsonl"
 """Name of the file of records. Every line is a gzip member of its own, appended by one write."""
 
 
@@ -168,6 +170,25 @@ def read_lines(folder: Path) -> list[bytes]:
         for line in file:
             lines.append(line)  # noqa: PERF402 - lines before an incomplete one are kept
     return lines
+
+
+def read_answers(folder: Path) -> list[dict[str, Any]]:
+    """The rows of :data:`ANSWERS` in a run folder; none if there is no such file.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+    """
+    path = folder / ANSWERS
+    if not path.exists():
+        return []
+    names = {"round": int, "model": str, "prompt": str, "answer": str}
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if all(type(row[name]) is kind for row in rows for name, kind in names.items()):
+            return rows
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise CheckpointError(f"{path} is damaged. Remove it: a report then leaves the answers out")
 
 
 def salvage_lines(folder: Path) -> list[bytes]:

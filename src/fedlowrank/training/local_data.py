@@ -37,13 +37,17 @@ TOKENS = 4096
 def chunk_size(examples: Examples) -> int:
     """Examples at once where no gradient is taken."""
     width = _width(examples)
-    return CHUNK if width is None else max(1, min(CHUNK, TOKENS // width))
+    if width is None or not isinstance(examples.x, dict):
+        return CHUNK
+    # both responses of a pair
+    tokens = examples.x["attention_mask"].shape[1:].numel()
+    return max(1, min(CHUNK, TOKENS // tokens))
 
 
 def _width(examples: Examples) -> int | None:
     """Tokens of the longest example, or None where examples are no texts."""
     mask = examples.x.get("attention_mask") if isinstance(examples.x, dict) else None
-    return None if mask is None or mask.ndim != 2 else mask.shape[1]
+    return None if mask is None or mask.ndim not in (2, 3) else mask.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -184,14 +188,17 @@ class LocalData:
         """Tokens of each example ``[n]``, on the CPU, or None where examples are no texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
-        return self.examples.x["attention_mask"].sum(1).cpu()
+        lengths = self.examples.x["attention_mask"].sum(-1)
+        # of a pair that of the longer response
+        return (lengths if lengths.ndim == 1 else lengths.amax(1)).cpu()
 
     @cached_property
     def _ends(self) -> np.ndarray | None:
         """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
-        found: np.ndarray = sequence_lengths(self.examples.x["attention_mask"]).cpu().numpy()
+        ends = sequence_lengths(self.examples.x["attention_mask"])
+        found: np.ndarray = (ends if ends.ndim == 1 else ends.amax(1)).cpu().numpy()
         return found
 
     def _columns(self, some: np.ndarray | slice) -> int | None:
@@ -238,11 +245,11 @@ BatchSize = tuple[int, ...]
 
 def size_of(batch: Batch) -> BatchSize:
     """What the cost of a step depends on in a batch."""
-    return (len(batch), *batch.x["attention_mask"].shape[1:]) if _text(batch.x) else (len(batch),)
+    return (len(batch), batch.x["attention_mask"].shape[-1]) if _text(batch.x) else (len(batch),)
 
 
 def _text(x: Any) -> bool:
-    return isinstance(x, dict) and "attention_mask" in x and x["attention_mask"].ndim == 2
+    return isinstance(x, dict) and "attention_mask" in x and x["attention_mask"].ndim in (2, 3)
 
 
 def channels_last(t: Tensor) -> Tensor:

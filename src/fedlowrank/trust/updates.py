@@ -1,4 +1,4 @@
-"""The update of a client: its upload minus the reference of :meth:`~fedlowrank.core.contract.method.Method.describe_update`.
+"""The update of a client: its upload minus the reference that ``Method.describe_update`` names.
 
 A reference has the form of the upload, with :data:`~fedlowrank.core.contract.update.NO_UPDATE` or
 :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE` in the place of some parts.

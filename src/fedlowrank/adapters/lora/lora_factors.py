@@ -51,6 +51,7 @@ class LoRA:
         rank: r of the module's own factors, or None.
         rslora: whether α is divided by √r instead of r.
         gaussian: whether the initial A is normal (``init_lora_weights = "gaussian"`` of PEFT), not uniform.
+        trained: the module's own factors where their product is not zero: clients go on from them.
         cache: values derived from it, shared by all clients.
     """
 
@@ -60,6 +61,7 @@ class LoRA:
     rank: int | None = None
     rslora: bool = False
     gaussian: bool = False
+    trained: Factors = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -219,6 +221,10 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         raise TaskError(
             f"the LoRA layers of this model have different scales α/r ({examples}); give all the same"
         )
+    own = {
+        name: layer.read_pair({n: p.detach() for n, p in parameters.items()})
+        for name, layer in layers.items()
+    }
     return LoRA(
         layers,
         {layer.weight: parameters[layer.weight] for layer in layers.values()},
@@ -226,6 +232,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         max(f.rank for f in factors),
         any(f.rslora for f in factors),
         uses_gaussian_initial(module),
+        {name: pair for name, pair in own.items() if pair.a.any() and pair.b.any()},
     )
 
 

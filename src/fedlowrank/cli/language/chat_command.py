@@ -30,9 +30,7 @@ def chat(
     run = open_language_run(folder, best, allow_code)
     language = language_of_run(run)
     if language.settings.task != "causal":
-        raise ConfigError(
-            "this run's models classify and write no text; `fedlowrank report` has their accuracy"
-        )
+        raise ConfigError("this run's models write no text; `fedlowrank report` has how good they are")
     tokenizer, write = language.loaded.tokenizer, prompt_of(language)
     sampling: dict[str, Any] = {} if temperature is None else {"method": "sample", "temperature": temperature}
     # a chat template writes the special tokens itself

@@ -34,6 +34,7 @@ class LocalSettings(CheckedFields):
         device: cpu, cuda, or cuda:1 and so on.
         micro_batch: examples of which a gradient is taken at once; 0 takes batches whole although the
             experiment sets ``run.micro_batch``.
+        start: where the adapter that ``lora.start`` names lies on this machine. Its weights must be those of the others.
     """
 
     section: ClassVar[str] = "local"
@@ -47,6 +48,7 @@ class LocalSettings(CheckedFields):
     offline: bool | None = None
     device: str | None = None
     micro_batch: int | None = None
+    start: str | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batch is not None and self.micro_batch < 0:
@@ -57,11 +59,11 @@ class LocalSettings(CheckedFields):
     @property
     def language_fields(self) -> tuple[str, ...]:
         """The fields that are set and belong to a language model."""
-        return tuple(name for name in _LANGUAGE if getattr(self, name) is not None)
+        return tuple(name for name in (*_LANGUAGE, "start") if getattr(self, name) is not None)
 
     def adapt_language(self, settings: LanguageSettings) -> LanguageSettings:
         """The settings of a language model as they are on this machine."""
-        changed = {name: getattr(self, name) for name in self.language_fields}
+        changed = {name: getattr(self, name) for name in self.language_fields if name != "start"}
         if self.quantize == "none":
             changed["quantize"] = None
         if self.path is not None:

@@ -22,7 +22,7 @@ class LoraSettings(CheckedFields):
 
     Attributes:
         ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
-            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
+            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all, which is r by default.
         r: rank that the layers are made for, lowered where it is above what a layer can have; None adds
             updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
@@ -72,11 +72,14 @@ class PeftSettings(pydantic.BaseModel):
 
     Attributes:
         ranks: of the clients; see :class:`LoraSettings`.
+        start: folder of an adapter of PEFT that all clients start from; r, lora_alpha and target_modules are those of the
+            adapter unless they are set.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
     ranks: tuple[int, ...] = ()
+    start: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> PeftSettings:

@@ -366,7 +366,7 @@ class Method(CheckedFields, Generic[S, C, D, U]):
         return Mean(upload, client.examples)
 
     def describe_update(self, down: D, client: ClientInfo, task: Task) -> Update:
-        """Describe which part of an upload of this client is its update; by default the upload minus the download.
+        """What in an upload of this client is its update; by default the upload minus the download.
 
         Both sides call it, the server in rounds without replies, too: it depends on the client's architecture, rank
         and cluster and on what the client was sent, and on no upload.

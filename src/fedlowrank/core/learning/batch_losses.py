@@ -13,10 +13,13 @@ from ..contract.model import Model
 from ..contract.task import Batch
 from ..errors import LossError
 from ..tree import Params, map_leaves, wide_type
+from .contrastive_losses import contrastive_losses
 
 
 def example_losses(scores: Tensor, batch: Batch) -> Tensor:
     """The loss of each example ``[b]``, by the loss of the task; see :meth:`.losses.Loss.each`."""
+    if batch.loss.couples:
+        return contrastive_losses(scores, batch.loss.temperature, batch.mask, batch.clients)
     return batch.loss.each(scores, batch.y)
 
 

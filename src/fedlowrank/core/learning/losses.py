@@ -10,6 +10,8 @@ one batch the means equal those of ``torch.nn.functional`` with ``reduction="mea
 - ``bce``, ``mse``, ``huber``: over all entries of the targets. ``mse`` is ‖s - y‖²/d for d targets an example, where
   ``auto`` is ½ ‖s - y‖².
 - ``next_token``: over all tokens that are predicted.
+- ``dpo``, ``orpo``: over the pairs of responses; see :mod:`.preference_losses`.
+- ``contrastive``: over the pairs of texts of a batch; see :mod:`.contrastive_losses`.
 - a function of the user's own: over the examples.
 """
 
@@ -29,6 +31,7 @@ from ..arguments.field_checks import CheckedFields
 from ..arguments.switch import Switch, check_switch
 from ..arguments.user_code import import_named
 from ..errors import ConfigError, LossError, did_you_mean
+from .preference_losses import PREFERENCE_LOSSES, dpo_losses, mix_preferences, orpo_losses
 
 IGNORE_INDEX = -100
 """Label that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -44,6 +47,9 @@ KINDS: Mapping[str, str] = {
     "mse": "mean squared error of real targets",
     "huber": "squared error up to delta, absolute error beyond",
     "focal": "cross-entropy, of real targets binary, with less weight on easy examples",
+    "dpo": "direct preference optimization, of pairs of responses to one prompt",
+    "contrastive": "each anchor finds its positive among those of its batch, of pairs of texts",
+    "orpo": "odds ratio preference optimization, of pairs of responses to one prompt",
 }
 """Losses by name."""
 
@@ -57,16 +63,20 @@ class Loss(CheckedFields):
     """The loss of a task; every method minimizes it, and every evaluation reports it.
 
     Attributes:
-        kind: auto, cross_entropy, next_token, bce, mse, huber or focal (:data:`KINDS`); or ``module:function`` of
-            your own ``loss(scores, targets)``, which gives one number for each example ``[b]``.
+        kind: auto, cross_entropy, next_token, bce, mse, huber, focal, dpo, orpo or contrastive (:data:`KINDS`);
+            or ``module:function`` of your own ``loss(scores, targets)``, which gives one number for each example
+            ``[b]``.
         class_weights: weight of each class; of ``cross_entropy`` and ``focal``.
-        label_smoothing: share of the target that is spread evenly over the classes, in [0, 1]; of
-            ``cross_entropy``.
+        label_smoothing: share of the target that is spread evenly over the classes, in [0, 1], of
+            ``cross_entropy``; of ``dpo`` the probability that a pair is labeled the wrong way round, in [0, 0.5).
         pos_weight: weight of positive targets, one number or one for each class (dimension 1 of the targets); of
             ``bce`` and ``focal``.
         ignore_index: label that does not count; of ``cross_entropy`` and ``focal``.
         gamma: γ ≥ 0 of ``focal``.
         delta: δ > 0 of ``huber``.
+        beta: β > 0 of ``dpo``: how strongly the model is kept near its base.
+        temperature: τ > 0 of ``contrastive``, by which cosines are divided.
+        odds_ratio_weight: λ ≥ 0 of ``orpo``: weight of the odds ratio beside the likelihood of the chosen response.
 
     Raises:
         ConfigError: if there is no such kind, a number is out of range, or the kind does not read an option.
@@ -79,16 +89,22 @@ class Loss(CheckedFields):
     ignore_index: int = IGNORE_INDEX
     gamma: float = 2.0
     delta: float = 1.0
+    beta: float = 0.1
+    odds_ratio_weight: float = 0.1
+    temperature: float = 0.05
 
     switch: ClassVar[Switch] = Switch(
         "kind",
         {
             "class_weights": ("cross_entropy", "focal"),
-            "label_smoothing": ("cross_entropy",),
+            "label_smoothing": ("cross_entropy", "dpo"),
             "pos_weight": OF_BINARY_TARGETS,
             "ignore_index": ("cross_entropy", "focal"),
             "gamma": ("focal",),
             "delta": ("huber",),
+            "beta": ("dpo",),
+            "odds_ratio_weight": ("orpo",),
+            "temperature": ("contrastive",),
         },
     )
 
@@ -99,7 +115,15 @@ class Loss(CheckedFields):
                 "named 'module:function'."
             )
         check_switch(self, self.switch, "loss")
-        check_bounds(self, {"label_smoothing": ">= 0 and <= 1", "gamma": ">= 0", "delta": "> 0"}, "loss")
+        bounds = {
+            "gamma": ">= 0",
+            "delta": "> 0",
+            "beta": "> 0",
+            "odds_ratio_weight": ">= 0",
+            "temperature": "> 0",
+        }
+        smoothing = ">= 0 and < 0.5" if self.kind == "dpo" else ">= 0 and <= 1"
+        check_bounds(self, {"label_smoothing": smoothing, **bounds}, "loss")
         weights = self.class_weights
         if weights is not None and (not weights or min(weights) < 0 or not max(weights) > 0):
             raise ConfigError(
@@ -130,6 +154,25 @@ class Loss(CheckedFields):
             return self
         return _with_function(self, import_named(self.kind, "loss"))
 
+    @property
+    def is_preference(self) -> bool:
+        """Whether it compares the two responses of a pair."""
+        return self.kind in PREFERENCE_LOSSES
+
+    @property
+    def couples(self) -> bool:
+        """Whether the loss of an example depends on the other examples of its batch."""
+        return self.kind == "contrastive"
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether an example is a pair of texts, without a class."""
+        return self.is_preference or self.couples
+
+    def mix_preferences(self, scores: Tensor, log_shares: Tensor) -> Tensor:
+        """Scores of a mixture of models of preferences; see :func:`.preference_losses.mix_preferences`."""
+        return mix_preferences(scores, log_shares, self.beta if self.kind == "dpo" else None)
+
     def predicts_tokens(self, y: Tensor) -> bool:
         """Whether scores predict the next token, so that they are shifted against the labels."""
         return self.kind == "next_token" or (self.kind == "auto" and y.ndim == 2 and _is_labels(y))
@@ -152,6 +195,12 @@ class Loss(CheckedFields):
         """
         if self.is_own:
             return self._own(scores, y)
+        if self.couples:
+            raise AssertionError("the loss of a pair needs its batch; see batch_losses.example_losses")
+        if self.kind == "dpo":
+            return dpo_losses(scores, y, self.beta, self.label_smoothing)
+        if self.kind == "orpo":
+            return orpo_losses(scores, y, self.odds_ratio_weight)
         if self.predicts_tokens(y):
             return _next_token(scores, y)
         if self.kind == "auto" and not _is_labels(y):
@@ -173,6 +222,7 @@ class Loss(CheckedFields):
         """
         if (
             self.is_own
+            or self.compares_texts
             or not _is_labels(y)
             or self.predicts_tokens(y)
             or (y.ndim == 1 and self.kind == "auto")

@@ -57,6 +57,10 @@ class Schedule(CheckedFields):
         """Factor on the learning rate in a round, counted from 0."""
         return _scale(self, round, self.rounds)
 
+    def is_over(self, round: int) -> bool:
+        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays there."""
+        return self.kind == "cosine" and self.floor == 0 and round >= self.warmup + self.rounds
+
 
 @dataclass(frozen=True)
 class LocalSchedule(CheckedFields):
@@ -127,6 +131,14 @@ class LocalSchedule(CheckedFields):
         if self.rounds is not None:
             step, total = round * total + step, self.rounds * total
         return _scale(self, step, max(1, total - self.warmup) if self.steps is None else self.steps)
+
+    def is_over(self, round: int) -> bool:
+        """Whether the learning rate has fallen to 0 by this round, counted from 0, and stays there.
+
+        With ``steps`` it depends on the steps of a client, and is not told: False.
+        """
+        is_finite = self.rounds is not None and round >= self.rounds and self.depends_on_total
+        return is_finite and self.floor == 0
 
 
 def _check_schedule(schedule: Schedule | LocalSchedule, title: str, length: str) -> None:

@@ -1,8 +1,9 @@
-"""Tokens of texts with class labels: one of each text, or one of each word."""
+"""Tokens of whole texts for encoders: with a class of each text or of each word, and pairs of texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,8 +15,8 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.learning.losses import IGNORE_INDEX
 from ..arrays import encode_labels
 from ..dataset import Dataset, Examples
-from .text_arrays import choose_pad_token, number_clients, pad_rows, pair_parts
-from .text_records import Labeled, Record, Texts, TokenLabeled
+from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, pair_parts
+from .text_records import Labeled, Record, TextPair, Texts, TokenLabeled
 
 
 def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
@@ -32,6 +33,34 @@ def tokenize_labeled(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     targets = [torch.tensor(numbers) for numbers in labels]
     examples = _examples(encoded, targets, pads)
     return _dataset(texts.name, examples, classes, parts, notes)
+
+
+def tokenize_pairs(texts: Texts, tokenizer: Any, context: int) -> Dataset:
+    """Tokens of pairs of texts; see :func:`.tokens.tokenize`."""
+    notes = list(texts.notes)
+    pads = _pads(tokenizer, notes)
+    parts = [[r for r in part if isinstance(r, TextPair)] for part in texts.parts]
+    encoded = []
+    for name, records in zip(("training", "test"), parts, strict=False):
+        where = f"{name} part of {texts.name!r}"
+        # anchor and positive of a pair one after the other
+        rows, truncated = _encode_truncated(
+            tokenizer, [text for r in records for text in (r.anchor, r.positive)], context
+        )
+        _note_truncated(where, truncated, 2 * len(records), context, notes)
+        encoded.append(rows)
+    nothing = [torch.zeros(2 * len(records), dtype=torch.int64) for records in parts]
+    examples = [_pair_rows(part) for part in _examples(encoded, nothing, pads)]
+    strata, strata_names = number_strata(texts.name, parts)
+    made = _dataset(texts.name, examples, (), parts, notes)
+    train, test = pair_parts(strata)
+    return replace(made, strata=train, strata_test=test, strata_names=strata_names)
+
+
+def _pair_rows(examples: Examples) -> Examples:
+    """Examples whose rows are two by two those of a pair, with a label that means nothing."""
+    assert isinstance(examples.x, dict)
+    return Examples({name: t.unflatten(0, (-1, 2)) for name, t in examples.x.items()}, examples.y[::2])
 
 
 def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import DataError
+from ...core.learning.losses import IGNORE_INDEX
+from ...core.learning.preference_losses import RESPONSE_MASK
 from ..dataset import ClientData, Dataset, Examples
 
 OPEN, CLOSE = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
@@ -74,12 +76,20 @@ def mark_learnt(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> st
 
 def _by_client(data: Dataset | Sequence[ClientData]) -> dict[str, Examples]:
     if not isinstance(data, Dataset):
-        return {str(i): client.train for i, client in enumerate(data)}
+        return {str(i): _with_token_labels(client.train) for i, client in enumerate(data)}
     if data.natural is None:
         return {"all": data.train}
     numbers = data.natural.unique().tolist()
     names = {n: data.natural_names[n] if data.natural_names else str(n) for n in numbers if n >= 0}
     return {names.get(n, "none"): data.train.take((data.natural == n).nonzero().flatten()) for n in numbers}
+
+
+def _with_token_labels(examples: Examples) -> Examples:
+    """Examples whose responses to learn are marked by a mask, with labels of tokens as they were read."""
+    if not isinstance(examples.x, dict) or RESPONSE_MASK not in examples.x:
+        return examples
+    ids, mask = examples.x["input_ids"], examples.x[RESPONSE_MASK]
+    return Examples(examples.x, ids.where(mask != 0, IGNORE_INDEX))
 
 
 def _counts(examples: Examples) -> tuple[int, int, int, int]:
@@ -126,13 +136,16 @@ def _show(examples: Examples, row: int, tokenizer: Any) -> str:
     assert isinstance(examples.x, dict)
     ids, mask = examples.x["input_ids"][row], examples.x["attention_mask"][row] != 0
     y = examples.y[row]
+    if y.ndim == 0 and ids.ndim == 2:
+        sides = zip(("anchor", "positive"), ids, mask, strict=True)
+        return "\n".join(f"{name}: {tokenizer.decode(t[m].tolist())}" for name, t, m in sides)
     if y.ndim == 0:
         return f"{tokenizer.decode(ids[mask].tolist())}  -> class {int(y)}"
     if y.ndim == 2:
-        sides = zip(("chosen", "rejected"), ids, mask, y, strict=True)
+        responses = zip(("chosen", "rejected"), ids, mask, y, strict=True)
         return "\n".join(
             f"{name}: {mark_learnt(t[m].tolist(), labels[m].tolist(), tokenizer)}"
-            for name, t, m, labels in sides
+            for name, t, m, labels in responses
         )
     tokens, labels = ids[mask].tolist(), y[mask].tolist()
     if _predicts_own(examples):

@@ -87,6 +87,23 @@ class Preference:
     client: str | None = None
 
 
+@dataclass(frozen=True)
+class TextPair:
+    """Two texts that belong together, such as a question and its answer.
+
+    Attributes:
+        anchor: the first text.
+        positive: the text that an embedding of the first is to be near to.
+        category: kind of the pair, which partitions can use like a class, or None.
+        client: natural client to whom the record belongs, or None.
+    """
+
+    anchor: str
+    positive: str
+    category: str | None = None
+    client: str | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class TokenLabeled:
     """Words with a label each, e.g. of named entities.
@@ -104,11 +121,18 @@ class TokenLabeled:
     place: str = "a text"
 
 
-Record: TypeAlias = Instruction | Conversation | Preference | Labeled | TokenLabeled
+Record: TypeAlias = Instruction | Conversation | Preference | Labeled | TokenLabeled | TextPair
 Records: TypeAlias = (
-    list[Instruction] | list[Conversation] | list[Preference] | list[Labeled] | list[TokenLabeled]
+    list[Instruction]
+    | list[Conversation]
+    | list[Preference]
+    | list[Labeled]
+    | list[TokenLabeled]
+    | list[TextPair]
 )
-RecordKind: TypeAlias = Literal["instructions", "conversations", "preferences", "classes", "token_classes"]
+RecordKind: TypeAlias = Literal[
+    "instructions", "conversations", "preferences", "classes", "token_classes", "pairs"
+]
 
 KINDS: dict[type, RecordKind] = {
     Instruction: "instructions",
@@ -116,6 +140,7 @@ KINDS: dict[type, RecordKind] = {
     Preference: "preferences",
     Labeled: "classes",
     TokenLabeled: "token_classes",
+    TextPair: "pairs",
 }
 """The task of records of each type."""
 

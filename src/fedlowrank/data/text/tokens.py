@@ -15,7 +15,7 @@ from ...core.errors import ConfigError, DataError
 from ...core.learning.losses import IGNORE_INDEX
 from ..dataset import Dataset, Examples
 from .chat.chat_template import ChatTemplate, LossOn, SystemRole
-from .label_tokens import tokenize_labeled, tokenize_words
+from .label_tokens import tokenize_labeled, tokenize_pairs, tokenize_words
 from .packing import Sample, pack_sequences
 from .sample_limits import Draft, LengthLimit, Truncate, fit_samples
 from .text_arrays import choose_pad_token, number_clients, number_strata, pad_rows, pair_parts
@@ -70,6 +70,9 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> 
     Preference pairs: the same with one more axis, [n, 2, T]: at 0 the prompt with the chosen response, at 1
     with the rejected one.
 
+    Pairs of texts, for embeddings: inputs as of labeled texts with one more axis, [n, 2, T]: at 0 the anchor, at 1
+    the positive; the label is 0 everywhere.
+
     Labeled texts, for a classifier: inputs ``input_ids``, ``attention_mask`` and, if the tokenizer lists it
     among its ``model_input_names``, ``token_type_ids``, int64 [n, T], with the special tokens that the
     tokenizer adds; labels int64 [n]. Words with labels: the same, labels int64 [n, T], -100 where a token is
@@ -95,10 +98,14 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> 
         )
     kind = texts.kind
     if settings.packing and kind not in ("instructions", "conversations"):
-        what = {"preferences": "are preference pairs"}.get(kind, "have class labels")
+        what = {"preferences": "are preference pairs", "pairs": "are pairs of texts"}.get(
+            kind, "have class labels"
+        )
         raise ConfigError(f"packing is for instructions; these texts {what}. Set packing to false.")
     if kind == "classes":
         return tokenize_labeled(texts, tokenizer, settings.context)
+    if kind == "pairs":
+        return tokenize_pairs(texts, tokenizer, settings.context)
     if kind == "token_classes":
         return tokenize_words(texts, tokenizer, settings.context)
     return _tokenize_causal(texts, tokenizer, settings)

@@ -29,6 +29,7 @@ _PIPELINES = {
     "causal": ("text-generation", "AutoModelForCausalLM"),
     "classification": ("text-classification", "AutoModelForSequenceClassification"),
     "token_classification": ("token-classification", "AutoModelForTokenClassification"),
+    "embedding": ("feature-extraction", "AutoModel"),
 }
 """By task: the pipeline of transformers, and the class that loads the base."""
 
@@ -79,7 +80,7 @@ class CardModel:
     base: str
     client: int | None
     is_adapter: bool
-    task: Literal["causal", "classification", "token_classification"] = "causal"
+    task: Literal["causal", "classification", "token_classification", "embedding"] = "causal"
     prompt: str | None = None
     rank: int | None = None
     truncation: Mapping[str, Any] | None = None
@@ -96,8 +97,8 @@ def lora_ranks_of_clients(run: Run, largest: int, own: int) -> list[int]:
     """
     tuning = getattr(unwrap(run.method), "tuning", None)
     if isinstance(tuning, Tuning):
-        return [tuning.rank_of(info, largest) for info in run.federation.infos]
-    return [min(own if info.rank is None else info.rank, largest) for info in run.federation.infos]
+        own = tuning.rank or own
+    return [min(info.rank or own, largest) for info in run.federation.infos]
 
 
 def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] = ()) -> RunFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from ...core.arguments.switch import Switch, check_switch
 from ...core.contract.model import Model
 from ...core.errors import ConfigError
 from ...core.tree import Params
-from ...linalg.delta import Delta, FactorSplit, split_svd, tail_energy, truncate_delta, update_deltas
+from ...linalg.delta import (
+    Delta,
+    DeltaForm,
+    FactorSplit,
+    initial_deltas,
+    split_svd,
+    tail_energy,
+    truncate_delta,
+    update_deltas,
+)
 from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
@@ -50,12 +59,26 @@ def first_components(
     return found
 
 
-def is_half(drawn: Factors) -> bool:
+def starting_deltas(model: Model, form: DeltaForm, rank: int) -> dict[str, Delta]:
+    """W before the first round: the update of the model's trained factors, or zero.
+
+    Args:
+        model: with its adapted layers.
+        form: how W is held.
+        rank: the largest of a client.
+    """
+    lora = lora_of(model)
+    blocks = {name: [(lora.scale, pair)] for name, pair in lora.trained.items()}
+    zero = initial_deltas(lora.shapes, form, rank)
+    return update_deltas(zero, blocks) if blocks else zero
+
+
+def has_half_precision(drawn: Factors) -> bool:
     """Whether factors are sent in half precision, so that a client does not begin at the truncation."""
     return any(torch.finfo(pair.a.dtype).bits < 32 for pair in drawn.values())
 
 
-def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
+def model_with_update(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
     """Parameters of the base with all of W: as factors where it is held so, else added to the weights."""
     factors: Factors = {}
     dense: dict[str, Tensor] = {}
@@ -75,7 +98,7 @@ def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
     return lora.insert_factors(factors, 1.0, weights=lora.add_to_weights(dense)) | rest
 
 
-def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
+def untruncated_tail(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
     """Factors of W - W^{r} by layer, in the type of ``like``; W must be stored as factors."""
     found: Factors = {}
     for name, d in deltas.items():
@@ -100,37 +123,45 @@ def weighted_blocks(
     }
 
 
-Truncated = int | Factors
-"""The truncation of W that a client was sent: its rank, or its factors as received over a lossy wire."""
+class FactorReply(NamedTuple):
+    """What a client of rank r_i was sent, and what it replied.
+
+    Attributes:
+        rank: r_i: it was sent the truncation of W to it.
+        scale: s_i.
+        factors: B_i and A_i by layer.
+        received: the truncation as it arrived over a lossy wire; None where it arrived exactly.
+    """
+
+    rank: int
+    scale: float
+    factors: Factors
+    received: Factors | None = None
 
 
 def weighted_sum(
-    deltas: Mapping[str, Delta],
-    weights: Mapping[str, Sequence[float]],
-    updates: Sequence[tuple[float, Factors]],
-    truncated: Sequence[Truncated],
+    deltas: Mapping[str, Delta], weights: Mapping[str, Sequence[float]], replies: Sequence[FactorReply]
 ) -> dict[str, Delta]:
-    """Σ_i p_i [W + (s_i B_i A_i - T_i)] of every layer, T_i the truncation of W that client i was sent.
+    """Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))] of every layer.
 
     W - truncate(W, r) is never formed: it is W without its first r singular triplets, the form in which W is
     stored.
 
     Args:
         deltas: W by layer.
-        weights: p_i of every client by layer, summing to 1.
-        updates: s_i and the factors of every client.
-        truncated: T_i of every client, all by rank or all by factors.
+        weights: p_i of every reply by layer, summing to 1.
+        replies: all with a truncation as it arrived, or none.
     """
-    blocks = weighted_blocks(weights, [s for s, _ in updates], [factors for _, factors in updates])
-    ranks = [t for t in truncated if isinstance(t, int)]
-    if ranks:
-        return update_deltas(
-            deltas, blocks, sent_ranks={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()}
-        )
-    minus = weighted_blocks(
-        weights, [-s for s, _ in updates], [t for t in truncated if not isinstance(t, int)]
+    scales = [reply.scale for reply in replies]
+    blocks = weighted_blocks(weights, scales, [reply.factors for reply in replies])
+    received = [reply.received for reply in replies if reply.received is not None]
+    if received:
+        minus = weighted_blocks(weights, [-s for s in scales], received)
+        return update_deltas(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
+    ranks = [reply.rank for reply in replies]
+    return update_deltas(
+        deltas, blocks, sent_ranks={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()}
     )
-    return update_deltas(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
 
 
 @dataclass(frozen=True)
@@ -225,12 +256,12 @@ class Weighing(CheckedFields):
         return weights
 
 
-def ranks_of(deltas: Mapping[str, Delta]) -> dict[str, int]:
+def measure_ranks(deltas: Mapping[str, Delta]) -> dict[str, int]:
     """Rank of every layer's W; of a dense W with only its leading triplets, the smaller dimension."""
     return {n: d.rank if d.complete else min(d.shape) for n, d in deltas.items()}
 
 
-def energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
+def measure_energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
     """‖W‖_F² of every layer."""
     return {n: d.energy for n, d in deltas.items()}
 

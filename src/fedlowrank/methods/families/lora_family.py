@@ -62,14 +62,19 @@ class Message:
     rest: Params
 
 
+DEFAULT_RANK = 8
+"""Rank of clients where neither they nor the method nor the model name one."""
+
+
 @dataclass(frozen=True)
 class Tuning(CheckedFields):
     """How LoRA clients train and what they send.
 
     Attributes:
-        rank: of clients that do not bring one. A rank above what a layer can have is lowered, with a warning:
-            to the largest that a layer of the model can have, so that the scale α/r is that of the lowered
-            rank; and in layers that can have less to min(d, k), under the same scale.
+        rank: of clients that do not bring one; None for that of the model's LoRA layers (``lora.r``), or for 8
+            where the model has none. A rank above what a layer can have is lowered, with a warning: to the largest
+            that a layer of the model can have, so that the scale α/r is that of the lowered rank; and in layers that
+            can have less to min(d, k), under the same scale.
         scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α,
             so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
         head: what is trained beside the factors, a classification head say: shared, averaged by examples;
@@ -79,40 +84,56 @@ class Tuning(CheckedFields):
 
     section = "tuning"
 
-    rank: int = 8
+    rank: int | None = None
     scaling: Literal["equal", "alpha"] = "equal"
     head: Literal["shared", "personal", "frozen"] = "shared"
     wire: WireType = "float32"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", check_minimum("tuning.rank", self.rank, 1))
+        if self.rank is not None:
+            object.__setattr__(self, "rank", check_minimum("tuning.rank", self.rank, 1))
 
-    def rank_of(self, client: ClientInfo, largest: int) -> int:
+    def rank_of(self, client: ClientInfo, lora: LoRA) -> int:
         """Rank of a client's factors.
 
         Args:
             client: whose.
-            largest: that a layer of its model can have (:attr:`LoRA.largest_rank`); a rank above it counts as
-                it. A layer that can have less has fewer components, under the same scale.
+            lora: of its model. A rank above :attr:`LoRA.largest_rank` counts as it. A layer that can have less has
+                fewer components, under the same scale.
         """
-        return min(self.rank if client.rank is None else client.rank, largest)
+        return min(self._wanted_rank(client, lora), lora.largest_rank)
+
+    def rank_within(self, client: ClientInfo, factors: Mapping[str, Pair]) -> int:
+        """Rank of a client's factors, where those of the client with the largest rank are given."""
+        asked, largest = self.rank if client.rank is None else client.rank, rank_of_factors(factors)
+        # without a rank all clients have that of the model
+        return largest if asked is None else min(asked, largest)
+
+    def _wanted_rank(self, client: ClientInfo, lora: LoRA) -> int:
+        return client.rank or self.rank or lora.rank or DEFAULT_RANK
 
     def remarks(self, task: Task, method: str) -> list[str]:
         """Ranks that are above what a layer can have."""
-        shapes = lora_of(task.common_model(method)).shapes
-        asked = {self.rank if c.rank is None else c.rank for c in task.clients}
+        lora = lora_of(task.common_model(method))
+        shapes, asked = lora.shapes, {self._wanted_rank(c, lora) for c in task.clients}
         return [t for r in sorted(asked) for t in describe_lowered_ranks(dict.fromkeys(shapes, r), shapes)]
 
     def ranks(self, task: Task, method: str) -> list[int]:
         """The rank of every client; warns of those that are above what a layer can have.
 
         Raises:
-            TaskError: if models differ.
+            TaskError: if models differ, or some clients bring a rank and others have none.
         """
         lora = lora_of(task.common_model(method))
+        without = [client.id for client in task.clients if client.rank is None]
+        if self.rank is None and 0 < len(without) < len(task.clients):
+            raise TaskError(
+                f"{method}: client {without[0]} has no rank, and others have one. Give all clients a rank, or set "
+                "tuning.rank for those without"
+            )
         for remark in self.remarks(task, method):
             warn_user(f"{method}: {remark}", LoweredRankWarning)
-        return [self.rank_of(client, lora.largest_rank) for client in task.clients]
+        return [self.rank_of(client, lora) for client in task.clients]
 
     def equal_rank(self, task: Task, method: str) -> int:
         """The one rank of all clients.
@@ -134,19 +155,19 @@ class Tuning(CheckedFields):
     def scaling_of(self, lora: LoRA) -> Scaling:
         """The scale of each rank under a model's configuration."""
         power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
-        own = min(self.rank, lora.largest_rank) if lora.rank is None else lora.rank
+        own = min(self.rank or DEFAULT_RANK, lora.largest_rank) if lora.rank is None else lora.rank
         return Scaling(lora.scale, own, power)
 
     def scale(self, view: ClientView, rank: int | None = None) -> float:
         """The scale s of a client's update, at its own rank or at another one."""
         lora = lora_of(view.model)
-        own = self.rank_of(view.info, lora.largest_rank) if rank is None else rank
+        own = self.rank_of(view.info, lora) if rank is None else rank
         return self.scaling_of(lora).at(own)
 
     def scale_of(self, task: Task, client: ClientInfo) -> float:
         """The scale s of a client's update at its own rank."""
         lora = lora_of(task.model(client))
-        return self.scaling_of(lora).at(self.rank_of(client, lora.largest_rank))
+        return self.scaling_of(lora).at(self.rank_of(client, lora))
 
     def personal_rest(self, leaves: Leaves) -> Params:
         """What a client keeps of its trained leaves: a personal rest."""
@@ -171,9 +192,36 @@ def rank_of_factors(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
 
 
 def initial_factors(task: Task, rank: int) -> Factors:
-    """Initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
+    """Random initial factors, the same for all clients and methods; see :meth:`LoRA.initial_factors`."""
     model = next(iter(task.architectures.values()))
     return lora_of(model).initial_factors(rank, task.key / "lora")
+
+
+def starting_factors(task: Task, method: str, rank: int, scale: float) -> Factors:
+    """What clients begin with: the trained factors of the model, and random ones beyond their rank.
+
+    Args:
+        task: with the model.
+        method: its title, for messages.
+        rank: of all layers that can have it.
+        scale: s of the product.
+
+    Raises:
+        TaskError: if trained factors have a higher rank.
+    """
+    lora, found = lora_of(next(iter(task.architectures.values()))), initial_factors(task, rank)
+    for name, trained in lora.trained.items():
+        drawn = found[name]
+        if trained.rank > drawn.rank:
+            raise TaskError(
+                f"{method}: the adapter that the model starts from has rank {trained.rank} (layer {name}), and clients have "
+                f"rank {rank}. Set lora.ranks to at least {trained.rank}, or choose fedhl, flexlora or flora, whose server "
+                "holds an update of any rank"
+            )
+        # B beyond the rank is zero, or of an embedding A
+        b = torch.cat([trained.b * (lora.scale / scale), drawn.b[:, trained.rank :]], 1)
+        found[name] = Pair(b, torch.cat([trained.a, drawn.a[trained.rank :]]))
+    return found
 
 
 def scale_factors(factors: Factors, scale: float) -> Factors:

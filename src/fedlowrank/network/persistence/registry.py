@@ -66,8 +66,10 @@ class ExampleForm:
         inputs = self.empty.inputs
 
         def form(t: Tensor) -> str:
-            # clients may have texts of different lengths
-            return f"{t.dtype} {[*t.shape[1:]] if not texts or t.ndim != 2 else 'of tokens'}"
+            # clients may have texts of different lengths, and pairs of such texts
+            if texts and t.ndim in (2, 3):
+                return f"{t.dtype} {'pairs ' * (t.ndim == 3)}of tokens"
+            return f"{t.dtype} {[*t.shape[1:]]}"
 
         x = {n: form(t) for n, t in sorted((inputs if isinstance(inputs, dict) else {"x": inputs}).items())}
         form_json = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}
@@ -305,7 +307,7 @@ class ClientRegistry:
             raise UnregisteredNodeError("no client has registered, so the form of the examples is unknown")
         empty = ClientData(self.form.empty, self.form.empty, self.form.empty)
         language = self.made.load_language(self.form.classes)
-        if language is not None and (different := compare_base_files(language.loaded.files, self._base)):
+        if language is not None and (different := compare_base_files(language.files, self._base)):
             raise UnregisteredNodeError(
                 f"the server has another base model than the clients: {different}. Copy the files of one machine "
                 "to all, or load the same revision."

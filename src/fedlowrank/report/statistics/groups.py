@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ...core.errors import ConfigError
+from ...core.learning.losses import Loss
 from ...results.records import RunRecord
 from ...rounds.run_settings import RunSettings
 from ..tables.number_formats import on_one_line
@@ -150,7 +151,8 @@ RESULTS = [
 
 def predicts_tokens(run: RunRecord) -> bool:
     """Whether the models of a run are language models that predict tokens, and not classes."""
-    return bool(run.section("language")) and not run.config.get("classes")
+    compares = Loss((run.config.get("loss") or {}).get("kind", "auto")).compares_texts
+    return bool(run.section("language")) and not run.config.get("classes") and not compares
 
 
 def with_token_names(measure: Measure, groups: Sequence[RunGroup]) -> Measure:

@@ -92,7 +92,9 @@ TOKEN_LOSS = Measure("loss", "loss per token", "Loss per token")
 
 _METRIC_TITLES = {
     "macro_f1": "macro F1", "weighted_f1": "weighted F1", "auroc": "AUROC", "top3": "top-3 accuracy",
-    "top5": "top-5 accuracy", "token_accuracy": "next-token accuracy", "ece": "ECE", "rmse": "RMSE", "mae": "MAE", "r2": "R²",
+    "top5": "top-5 accuracy", "token_accuracy": "next-token accuracy",
+    "pair_accuracy": "pairs in order", "retrieval_accuracy": "positives found",
+    "ece": "ECE", "rmse": "RMSE", "mae": "MAE", "r2": "R²",
 }  # fmt: skip
 
 

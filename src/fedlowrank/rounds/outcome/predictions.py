@@ -76,6 +76,11 @@ def predictions(
             each pixel or token.
     """
     first = run.federation.clients[0].train
+    if run.federation.loss.compares_texts:
+        raise ConfigError(
+            "predictions are of classes or real targets, and these models compare texts; predict(client) gives the scores or "
+            "embeddings of both texts of a pair"
+        )
     if first.is_dense or first.y.ndim > 2:
         raise ConfigError(
             "predictions are a table with one row an example, and these data have a label or target for each pixel or "

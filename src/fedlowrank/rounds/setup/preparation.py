@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from statistics import median_low
-from typing import Any
 
-from ...core.contract.method import ClientInfo, Method
+from ...core.contract.method import AnyMethod, ClientInfo
 from ...core.errors import ConfigError, DataError, TaskError
 from ...data.federation import Federation
 from ...models.coupling import why_not_in_parts
@@ -54,14 +53,16 @@ def apply_attack(federation: Federation, trust: Trust) -> tuple[frozenset[int], 
     if attack.kind != "none":
         hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
         for i in hostile:
-            clients[i] = poison(clients[i], attack, len(federation.classes), federation.key / "poison" / i)
+            # which response of a pair is the chosen one is a label, too
+            classes = 2 if federation.loss.is_preference else len(federation.classes)
+            clients[i] = poison(clients[i], attack, classes, federation.key / "poison" / i)
             infos[i] = dataclasses.replace(infos[i], examples=claimed_examples(infos[i].examples, attack))
     if attack.kind == "none":
         return hostile, federation
     return hostile, dataclasses.replace(federation, clients=clients, infos=infos)
 
 
-def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) -> None:
+def check_classes(method: AnyMethod, federation: Federation) -> None:
     """Raise TaskError if a method needs one class label for each example, and the data have none."""
     if not method.needs_classes:
         return
@@ -83,8 +84,13 @@ def check_classes(method: Method[Any, Any, Any, Any], federation: Federation) ->
             )
 
 
-def check_parts(method: Method[Any, Any, Any, Any], federation: Federation, micro_batch: int | None) -> None:
+def check_parts(method: AnyMethod, federation: Federation, micro_batch: int | None) -> None:
     """Raise ConfigError if batches are taken in parts, and a loss or a model does not treat examples by themselves."""
+    if micro_batch is not None and federation.loss.couples:
+        raise ConfigError(
+            f"run.micro_batch = {micro_batch} takes a batch in parts, and loss {federation.loss.kind!r} compares the examples "
+            "of a batch with each other. Remove run.micro_batch; a smaller batch_size saves memory, too, with fewer negatives."
+        )
     if micro_batch is not None and method.couples_examples:
         raise ConfigError(
             f"run.micro_batch = {micro_batch} takes a batch in parts, but the loss of {method.title} is no mean over "

@@ -16,11 +16,20 @@ from ..text_records import (
     Labeled,
     Preference,
     Record,
+    TextPair,
     TokenLabeled,
 )
 
 Form: TypeAlias = Literal[
-    "messages", "conversations", "prompt_completion", "alpaca", "preference", "text", "labels", "token_labels"
+    "messages",
+    "conversations",
+    "prompt_completion",
+    "alpaca",
+    "preference",
+    "text",
+    "labels",
+    "token_labels",
+    "pairs",
 ]
 
 
@@ -120,6 +129,8 @@ def _columns_with_values(table: Table) -> set[str]:
 def _has_text(record: Record) -> bool:
     if isinstance(record, Instruction):
         return bool(record.response.strip())
+    if isinstance(record, TextPair):
+        return bool(record.anchor.strip() and record.positive.strip())
     return bool(record.text.strip()) if isinstance(record, Labeled) else True
 
 
@@ -259,6 +270,14 @@ def _common_turns(
     return common, list(first[len(common) :]), list(second[len(common) :])
 
 
+def _read_pair(table: Table, i: int, category: str | None, client: str | None) -> TextPair:
+    texts = [_value(table, i, names) for names in (("anchor", "query"), ("positive", "document"))]
+    for value, column in texts:
+        if not isinstance(value, str):
+            raise DataError(f"{table.place(i)}: {column!r} must be text, not {value!r}.")
+    return TextPair(texts[0][0], texts[1][0], category, client)
+
+
 def _read_text(table: Table, i: int, category: str | None, client: str | None) -> Instruction:
     return Instruction("", table.text(i, "text"), "", category, client)
 
@@ -295,6 +314,7 @@ FORMS: dict[Form, RowForm] = {
     "prompt_completion": RowForm((("prompt",), ("completion",)), ("tools",), _read_completion),
     "alpaca": RowForm((("instruction",), ("output", "response")), ("input", "context"), _read_alpaca),
     "token_labels": RowForm((("tokens",), ("ner_tags", "labels", "tags")), (), _read_word_labels),
+    "pairs": RowForm((("anchor", "query"), ("positive", "document")), (), _read_pair),
     "labels": RowForm((("text",), ("label",)), (), _read_label),
     "text": RowForm((("text",),), (), _read_text),
 }

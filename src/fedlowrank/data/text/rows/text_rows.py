@@ -22,7 +22,7 @@ _ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True)
 class TextRows(CheckedFields):
-    """Text data in any usual form: conversations, prompts with completions, preference pairs, labels, plain text.
+    """Text data in any usual form: conversations, prompts with completions, preference pairs, pairs of texts, labels, plain text.
 
     Files are ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` (each also with ``.gz``) or ``.parquet``. The form of a
     row is recognized by the columns, and the notes of the data set say which one it is.
@@ -31,7 +31,7 @@ class TextRows(CheckedFields):
         path: a file, a pattern such as ``clients/*.jsonl``, a folder, a list of files, or a name on the hub. A
             folder is one that ``datasets`` reads or has saved; with ``client_by_file``, one of files.
         form: ``auto``, or one of messages, conversations, prompt_completion, alpaca, preference, text, labels,
-            token_labels.
+            token_labels, pairs.
         client_by_file: each file is a natural client, named after the file. Goes with partition natural.
         client_column: column of natural clients, text or whole numbers, or None. Goes with partition natural.
         category_column: column of categories, which partitions can use like a class, or None.
@@ -57,6 +57,7 @@ class TextRows(CheckedFields):
         "text",
         "labels",
         "token_labels",
+        "pairs",
     ] = "auto"
     client_by_file: bool = False
     client_column: str | None = None

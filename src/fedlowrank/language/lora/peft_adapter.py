@@ -18,14 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
-from ..adapters.lora.lora_factors import find_lora
-from ..adapters.lora.rank_limits import warn_lowered_ranks
-from ..core.errors import TaskError
-from ..core.key import Key
-from ..linalg.pair import Factors, Pair, truncate_pair
-from ..models.architecture import build_module
-from .optional import import_library
+from ...adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
+from ...adapters.lora.lora_factors import find_lora
+from ...adapters.lora.rank_limits import warn_lowered_ranks
+from ...core.errors import TaskError
+from ...core.key import Key
+from ...linalg.pair import Factors, Pair, truncate_pair
+from ...models.architecture import build_module
+from ..optional import import_library
 
 ADAPTER = "default"
 """Name of the adapter. PEFT loses layers where an adapter's name is also a part of a module's name."""

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..adapters.lora.adapted_layers import is_gaussian_initial
-from ..core.arguments.bounds import check_minimum
-from ..core.errors import ConfigError, did_you_mean
-from .optional import import_library
+from ...adapters.lora.adapted_layers import is_gaussian_initial
+from ...core.arguments.bounds import check_minimum
+from ...core.errors import ConfigError, did_you_mean
+from ..optional import import_library
 
 REFUSED_SETTINGS = {
     "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",

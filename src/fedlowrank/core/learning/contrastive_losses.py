@@ -1,0 +1,56 @@
+"""The contrastive loss of pairs of texts: each anchor finds its positive among those of its batch.
+
+Scores are embeddings ``[b, 2, d]``, of the anchor and of the positive of each pair; see
+:mod:`fedlowrank.language.objectives.text_embeddings`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+EVALUATION_BATCH = 32
+"""Pairs that are compared with each other in an evaluation: consecutive ones, the last batch of a set the rest."""
+
+
+def contrastive_losses(
+    embeddings: Tensor, temperature: float, mask: Tensor | None = None, clients: int | None = None
+) -> Tensor:
+    """-log softmax_j(cos(a_i, p_j) / τ)_i of each pair i ``[b]``, over the positives p_j of its batch.
+
+    Args:
+        embeddings: of anchors a and positives p, ``[b, 2, d]``.
+        temperature: τ > 0.
+        mask: False where a pair is padding and no negative, ``[b]``.
+        clients: of how many clients the pairs are, one client after another; each has a batch of its own.
+
+    Source:
+        van den Oord et al. 2018, arXiv:1807.03748, eq. 4, with in-batch negatives (``MultipleNegativesRankingLoss`` of
+        sentence-transformers with scale 1/τ).
+    """
+    scores = similarities(embeddings, mask, clients) / temperature
+    own = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:2])
+    return functional.cross_entropy(scores.flatten(0, 1), own.flatten(), reduction="none")
+
+
+def similarities(embeddings: Tensor, mask: Tensor | None = None, clients: int | None = None) -> Tensor:
+    """Cosines of every anchor with every positive of its batch, ``[K, b, b]`` of K clients; -∞ with padding."""
+    unit = functional.normalize(embeddings, dim=-1).unflatten(0, (clients or 1, -1))
+    anchors, positives = unit.unbind(2)
+    cosines: Tensor = anchors @ positives.mT
+    if mask is None:
+        return cosines
+    is_pair = mask.reshape(len(cosines), 1, -1)
+    # a padding pair still has itself, so that its loss is a number
+    is_own = torch.eye(cosines.shape[-1], dtype=torch.bool, device=cosines.device)
+    return cosines.masked_fill(~(is_pair | is_own), -torch.inf)
+
+
+def nearest_is_own(embeddings: Tensor) -> Tensor:
+    """Whether each anchor is nearer to its own positive than to all others of the batch, ``[b]``."""
+    cosines = similarities(embeddings)[0]
+    own = cosines.diagonal()
+    is_own = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
+    is_nearest: Tensor = (cosines.masked_fill(is_own, -torch.inf) < own[:, None]).all(1)
+    return is_nearest

@@ -1,0 +1,1 @@
+"""LoRA adapters of language models as PEFT has them."""

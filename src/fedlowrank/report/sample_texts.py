@@ -1,0 +1,54 @@
+"""The table of a language model's answers before and after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .statistics.groups import RunGroup
+from .tables.number_formats import on_one_line
+
+
+class AnswerRow(NamedTuple):
+    """One answer.
+
+    Attributes:
+        prompt: the question.
+        model: whose answer it is.
+        answer: what the model wrote.
+    """
+
+    prompt: str
+    model: str
+    answer: str
+
+
+def list_answers(groups: Sequence[RunGroup]) -> list[AnswerRow]:
+    """Answers of the first run of each method, by prompt: before the first round once, then after the last."""
+    rows: list[AnswerRow] = []
+    before: dict[str, str] = {}
+    after: dict[str, list[AnswerRow]] = {}
+    for group in groups:
+        answers = group.first.answers
+        last = max((row["round"] for row in answers), default=0)
+        for row in answers:
+            prompt, text = on_one_line(row["prompt"]), on_one_line(row["answer"])
+            if row["round"] == 0:
+                before.setdefault(prompt, text)
+            elif row["round"] == last:
+                name = f"{group.label}, {row['model']}, round {last}"
+                after.setdefault(prompt, []).append(AnswerRow(prompt, name, text))
+    for prompt in dict.fromkeys([*before, *after]):
+        if prompt in before:
+            rows.append(AnswerRow(prompt, "before", before[prompt]))
+        rows += after.get(prompt, [])
+    return rows
+
+
+def answers_markdown(rows: Sequence[AnswerRow]) -> str:
+    """The answers as a table; empty without any."""
+    if not rows:
+        return ""
+    lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]
+    cells = [[text.replace("\\", "\\\\").replace("|", "\\|") for text in row] for row in rows]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])

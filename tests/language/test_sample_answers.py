@@ -1,0 +1,75 @@
+"""A run with prompts keeps the models' answers before and after, and its report shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fedlowrank.cli.main import main
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.core.errors import CheckpointError, ConfigError
+from fedlowrank.results.records import RunRecord
+
+from .test_runs import causal, toml
+
+torch.set_num_threads(1)
+
+PROMPTS = ("who is the fox?", "a dog | sleeps")
+
+
+@pytest.fixture
+def run(llama: Path, tmp_path: Path) -> Path:
+    tables: Any = causal(llama, tmp_path, method="hetlora")
+    tables["language"] |= {"prompts": list(PROMPTS), "answer_tokens": 5}
+    tables["run"] |= {"rounds": 2}
+    assert main(["run", str(toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+def test_answers_are_those_of_the_base_before_and_of_each_model_after(run: Path, llama: Path) -> None:
+    rows = RunRecord.load(run).answers
+    assert {(r["round"], r["model"]) for r in rows if r["round"] == 0} == {(0, "start")}
+    assert {"server", "client 0", "client 1"} <= {r["model"] for r in rows if r["round"] == 2}
+    assert {r["round"] for r in rows} == {0, 2}
+    # by transformers alone; the format of the run is plain
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    settings = json.loads((run / "run.json").read_text())["language"]
+    assert settings["format"] == "plain"
+    for prompt in PROMPTS:
+        ids = tokenizer(f"{prompt}\n", return_tensors="pt")
+        made = model.generate(**ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        expected = tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        assert [r["answer"] for r in rows if r["round"] == 0 and r["prompt"] == prompt] == [expected]
+
+
+def test_the_report_shows_them(run: Path, tmp_path: Path) -> None:
+    assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 0
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    assert "Answers before and after" in page
+    assert "| a dog \\| sleeps | before |" in text
+    assert "| who is the fox? | HetLoRA, client 1, round 2 |" in text
+
+
+def test_a_run_that_goes_on_replaces_its_last_answers(run: Path) -> None:
+    assert main(["resume", str(run), "run.rounds=3"]) == 0
+    assert {r["round"] for r in RunRecord.load(run).answers} == {0, 2, 3}
+
+
+def test_a_damaged_file_is_named(run: Path) -> None:
+    (run / "answers.jsonl").write_text('{"round": "x"}\n')
+    with pytest.raises(CheckpointError, match=r"answers\.jsonl is damaged"):
+        _ = RunRecord.load(run).answers
+
+
+def test_a_classifier_has_no_answers(bert: Path) -> None:
+    language = {"path": str(bert), "task": "classification", "prompts": ["who?"]}
+    with pytest.raises(ConfigError, match="answered by a causal model"):
+        ExperimentConfig.parse(
+            {"name": "x", "method": "fedit", "language": language, "data": {"source": "text", "path": "x"}}
+        )
