@@ -29,11 +29,9 @@ from .families.lora_clients import adapted_model, describe_ranks, leaves_of_mess
 from .families.lora_family import (
     Leaves,
     Message,
-    Scaling,
     Tuning,
     leaves_of,
     model_parameters,
-    rank_of_factors,
     starting_factors,
     train_leaves,
 )
@@ -46,7 +44,6 @@ class Server:
     factors: Factors
     history: UpdateHistory
     rest: Params
-    scaling: Scaling
 
 
 @tree_dataclass
@@ -86,9 +83,9 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A and B = 0, or the model's trained factors; no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        scaling = self.tuning.scaling_of(lora_of(model))
-        factors = starting_factors(task, self.title, rank, scaling.at(rank))
-        return Server(factors, UpdateHistory([], {}), self.tuning.shared_rest(model), scaling)
+        scale = self.tuning.scaling_of(lora_of(model)).at(rank)
+        factors = starting_factors(task, self.title, rank, scale)
+        return Server(factors, UpdateHistory([], {}), self.tuning.shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -118,14 +115,11 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             {n: Pair(widen(p.b), widen(p.a) - means[n].a) for n, p in factors.items()}
             for factors in (total["each"][c.id] for c in view.replied)
         ]
-        scale = server.scaling.at(rank_of_factors(means))
+        # all clients have one rank, and so one scale
+        scale = self.tuning.scale_of(view.task, view.replied[0])
         residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)
-        return Server(
-            means,
-            server.history.with_update(residual, view.replied, self.tuning.wire),
-            total["rest"],
-            server.scaling,
-        )
+        history = server.history.with_update(residual, view.replied, self.tuning.wire)
+        return Server(means, history, total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to the factors as they were sent, in the client's scale."""

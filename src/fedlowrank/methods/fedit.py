@@ -28,7 +28,7 @@ from .families.lora_clients import (
     send_factors,
     train_factors,
 )
-from .families.lora_family import Message, Scaling, Tuning, starting_factors
+from .families.lora_family import Message, Tuning, starting_factors
 
 
 @tree_dataclass
@@ -37,7 +37,6 @@ class Server:
 
     factors: Factors
     rest: Params
-    scaling: Scaling
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,11 @@ class FedIT(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A and B = 0, or the model's trained factors."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        scaling = self.tuning.scaling_of(lora_of(model))
-        factors = starting_factors(task, self.title, rank, scaling.at(rank))
-        return Server(factors, self.tuning.shared_rest(model), scaling)
+        scale = self.tuning.scaling_of(lora_of(model)).at(rank)
+        return Server(
+            starting_factors(task, self.title, rank, scale),
+            self.tuning.shared_rest(model),
+        )
 
     remarks = describe_ranks
     client_init = initial_rest
@@ -71,4 +72,4 @@ class FedIT(Method[Server, Params, Message, Message]):
     def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """Means, weighted by n_i."""
         factors, rest = total
-        return Server(factors, rest, server.scaling)
+        return Server(factors, rest)

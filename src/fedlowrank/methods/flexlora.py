@@ -90,10 +90,8 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """W = Σ p_i s_i B_i A_i."""
-        factors, weights = (
-            [total["factors"][c.id] for c in view.replied],
-            [float(c.examples) for c in view.replied],
-        )
+        factors = [total["factors"][c.id] for c in view.replied]
+        weights = [float(c.examples) for c in view.replied]
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         blocks = weighted_blocks(shares, scales, factors)

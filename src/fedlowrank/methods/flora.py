@@ -29,11 +29,9 @@ from .families.lora_clients import collect_factors, describe_ranks, reply
 from .families.lora_family import (
     Leaves,
     Message,
-    Scaling,
     Tuning,
     leaves_of,
     model_parameters,
-    rank_of_factors,
     scale_factors,
     train_leaves,
 )
@@ -45,7 +43,6 @@ class Server:
 
     history: UpdateHistory
     rest: Params
-    scaling: Scaling
 
 
 @tree_dataclass
@@ -91,7 +88,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         lora, history = lora_of(model), UpdateHistory([], {})
         if lora.trained:
             history = history.with_update(scale_factors(lora.trained, lora.scale), [], self.tuning.wire)
-        return Server(history, self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
+        return Server(history, self.tuning.shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -115,15 +112,11 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One more stack."""
-        factors, weights = (
-            [total["factors"][c.id] for c in view.replied],
-            [float(c.examples) for c in view.replied],
-        )
-        scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
+        factors = [total["factors"][c.id] for c in view.replied]
+        weights = [float(c.examples) for c in view.replied]
+        scales = [self.tuning.scale_of(view.task, c) for c in view.replied]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
-        return Server(
-            server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
-        )
+        return Server(server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""

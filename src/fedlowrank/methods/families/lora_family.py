@@ -39,6 +39,8 @@ Penalty = Callable[[Leaves], Tensor]
 class Scaling:
     """The scale s of a client's update by its rank: ``scale · (rank0 / r)^power``.
 
+    It is part of a server's state where ``download``, which gets no task, divides by s.
+
     Attributes:
         scale: s at rank0.
         rank0: the rank that the adapter's configuration names.
