@@ -20,7 +20,7 @@ as a frozen second adapter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
@@ -64,13 +64,13 @@ from .families.lora_family import (
 
 @tree_dataclass
 class Server:
-    """W of every layer, further initial components, the shared rest, and the last p_i and r̂_i."""
+    """W of every layer, further initial components, the shared rest, and for the record p_i and r̂_i of the last replies."""
 
     delta: dict[str, Delta]
     drawn: Factors
     rest: Params
     scaling: Scaling
-    last: dict[str, dict[str, float]]
+    reply_metrics: dict[str, dict[str, float]]
 
 
 @tree_dataclass
@@ -161,9 +161,8 @@ class FedHL(Method[Server, Params, Download, Message]):
             replies = [one._replace(received=factors) for one, factors in zip(replies, sent, strict=True)]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
         delta = weighted_sum(server.delta, p.weights, replies)
-        return Server(
-            delta, server.drawn, total["rest"], server.scaling, p.reply_metrics([c.id for c in view.replied])
-        )
+        metrics = p.reply_metrics([c.id for c in view.replied])
+        return replace(server, delta=delta, rest=total["rest"], reply_metrics=metrics)
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to W^{r_i} as it was sent, in the client's scale."""
@@ -178,7 +177,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         """Rank of W; p_i and relative truncation errors of the last round; energy of W and its cut tail."""
         delta = server.delta
         return {
-            **server.last,
+            **server.reply_metrics,
             "ranks": dict(measure_ranks(delta)),
             "energy": measure_energies(delta),
             "discarded": truncation_energy(delta),

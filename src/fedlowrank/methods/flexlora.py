@@ -12,7 +12,7 @@ What a client's rank cuts off is lost with the next mean: the bias that FedHL re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..adapters.lora.lora_factors import lora_of
@@ -95,9 +95,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         scales = [server.scaling.at(rank_of_factors(f)) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         blocks = weighted_blocks(shares, scales, factors)
-        return Server(
-            update_deltas(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
-        )
+        return replace(server, delta=update_deltas(server.delta, blocks, previous=0.0), rest=total["rest"])
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:
         """Rank of W."""

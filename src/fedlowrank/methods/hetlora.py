@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -145,7 +145,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             factors = average_present_components(factors, server.factors, total["reached"])
         factors = cast_like(factors, server.factors)
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
-        return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
+        return replace(server, factors=factors, rest=total["rest"], ranks=server.ranks | pruned)
 
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
         """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
