@@ -140,6 +140,20 @@ def test_a_tokenizer_without_padding_is_said_and_mended(llama, tmp_path):
         load_base(LanguageBase(str(folder)), (), KEY)
 
 
+def test_a_tokenizer_with_another_end_than_the_model_is_said(llama, tmp_path):
+    folder = copied(llama, tmp_path)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"eos_token": settings["bos_token"]}))
+    (note,) = load_base(LanguageBase(str(folder)), (), KEY).notes
+    assert "ends a text by '<s>' (1), but the model stops at '</s>' (2)" in note
+    # one of several ends, as in models for conversations
+    generation = folder / "generation_config.json"
+    stored = json.loads(generation.read_text())
+    generation.write_text(json.dumps(stored | {"eos_token_id": [2, 1]}))
+    assert load_base(LanguageBase(str(folder)), (), KEY).notes == ()
+
+
 def test_a_padding_token_beyond_the_embeddings_is_refused(llama, tmp_path):
     from transformers import AutoTokenizer
 

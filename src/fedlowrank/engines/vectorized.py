@@ -9,6 +9,7 @@ the function is called again for each part; what was trained before is not train
 Passes are batched over clients if their functions have rules. They are not batched if a loss is the user's own (of a method or
 of the task), if a module has layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers
 or count their calls, or if it has batch normalization, which padding would disturb. The log names the reason.
+Fewer than four clients of a kind run one after another, which is faster.
 Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 
 In the first round that a kind of cohort comes, one client of it is also run alone. If its state or upload differs from the
@@ -131,7 +132,7 @@ class Vectorized(Engine):
         found: list[T] = []
         for members in groups.values():
             members.sort(key=lambda m: -len(m[1].data.examples))
-            if len(members) < FEW or not members[0][1].has_standard_models:
+            if len(members) < FEW or not self._may_stack(members[0][1]):
                 found += [alone(*member) for member in members]
                 continue
             trainer = self.cohort_trainer([local for _, local in members], self._memory)
@@ -181,7 +182,7 @@ class Vectorized(Engine):
         found: Found = []
         together: list[tuple[Any, list[_Member]]] = []
         for kind, members in cohorts:
-            if self._memory.is_equal.get(kind) is False or not members[0].local.has_standard_models:
+            if self._memory.is_equal.get(kind) is False or not self._may_stack(members[0].local):
                 found += [alone(member) for member in members]
             else:
                 together.append((kind, members))
@@ -201,7 +202,7 @@ class Vectorized(Engine):
     def _run_cohort(self, kind: Any, members: list[_Member], update: Any, alone: Any) -> Found:
         """The results of clients of one kind, called at once if that gives what each gives alone."""
         known = self._memory.is_equal.get(kind)
-        if len(members) < FEW or known is False or not members[0].local.has_standard_models:
+        if len(members) < FEW or known is False or not self._may_stack(members[0].local):
             return [alone(member) for member in members]
         trainer = self.cohort_trainer([m.local for m in members], self._memory)
         if known:
@@ -276,6 +277,14 @@ class Vectorized(Engine):
                 "one client after another"
             )
         return same
+
+    def _may_stack(self, local: LocalTrainer) -> bool:
+        """Whether all models of a client are standard; if not, the reason is said once."""
+        for model in local.models:
+            if reason := model.beyond_standard:
+                self._log(f"runs one client after another: {reason}")
+                return False
+        return True
 
     def _log_pass(self, name: str, reason: object) -> None:
         """Say once why the clients of a pass are not batched."""

@@ -169,6 +169,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
     head, notes = _new_parts(model, base, new)
     notes += _pad(model, tokenizer, base)
+    if base.task == "causal":
+        notes += _compare_ends(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
     if base.task == "embedding":
@@ -323,6 +325,22 @@ def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[st
         )
     modules = dict.fromkeys(n.rpartition(".")[0] for n in in_body)
     return (*head, *modules), notes
+
+
+def _compare_ends(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
+    """Compare the tokenizer's end of text, which training teaches, with the tokens at which the model stops."""
+    ends: set[int] = set()
+    for config in (model.config, getattr(model, "generation_config", None)):
+        given = getattr(config, "eos_token_id", None)
+        ends |= {i for i in (given if isinstance(given, (list, tuple)) else [given]) if i is not None}
+    end = tokenizer.eos_token_id
+    if end is None or not ends or end in ends:
+        return []
+    stops = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(ends))
+    return [
+        f"The tokenizer of {base.path!r} ends a text by {tokenizer.eos_token!r} ({end}), but the model stops at {stops}: "
+        "trained texts end in a token that is not the model's. Set eos_token in tokenizer_config.json."
+    ]
 
 
 def _pad(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:

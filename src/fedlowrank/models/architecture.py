@@ -18,7 +18,7 @@ from ..core.key import Key
 from ..core.tree import Params
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
-from .standard import HOOKS, count_hooks, has_hooks, is_standard
+from .standard import HOOKS, count_hooks, find_other_layer, has_hooks, is_standard
 from .stateless import SavedSlots, restore_slots, unchanged
 from .statistics.local_statistics import LocalStatistics, current_statistics
 from .statistics.normalization import (
@@ -214,6 +214,13 @@ class Architecture:
     def is_standard(self) -> bool:
         """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
         return not self.running and is_standard(self.module)
+
+    @property
+    def beyond_standard(self) -> str | None:
+        """Why :attr:`is_standard` is False, for a message; None if it is True."""
+        return (
+            "batch normalizations keep running statistics" if self.running else find_other_layer(self.module)
+        )
 
     def declare_repeatable(self) -> None:
         """State that a further forward pass changes nothing but torch's generators, as of the models of transformers.

@@ -68,6 +68,14 @@ def is_standard(module: nn.Module) -> bool:
     return not has_hooks(module) and all(_is_standard_layer(layer) for layer in module.modules())
 
 
+def find_other_layer(module: nn.Module) -> str | None:
+    """What keeps a module from being standard, for a message: its first layer that is not, or a hook; None if it is."""
+    for name, layer in module.named_modules():
+        if not _is_standard_layer(layer):
+            return f"{f'layer {name!r}' if name else 'the model'} ({type(layer).__name__}) is not standard"
+    return "a hook is registered on a layer" if has_hooks(module) else None
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a forward or backward hook is registered on a layer, or on all modules."""
     return count_hooks(module) > 0
