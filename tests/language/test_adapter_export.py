@@ -292,6 +292,7 @@ def test_the_card_says_what_was_trained_and_how_well(stored: Path, llama: Path, 
     assert f"| test loss | {values[0]:.4g} | {values[1]:.4g} |" in card
     assert "Privacy: none" in card
     assert "| torch | " in card
+    assert "- Objective: cross-entropy of the next token\n" in card
     for name, error in truncation(tmp_path / "out" / "server")["layers"].items():
         assert f"| {name} | {error:.3g} |" in card
     assert "```text\n{instruction}\n\n```" in card
@@ -314,7 +315,7 @@ def test_the_card_of_a_private_run_has_its_epsilon(llama: Path, tmp_path: Path) 
 
 def test_the_card_of_many_clients_has_ranges() -> None:
     facts = RunFacts(
-        "FedHL", "", 3, ((10, 4), (30, 2), *((20, 2),) * 30), None, (), None, None, {"torch": "2"}
+        "FedHL", "", 3, ((10, 4), (30, 2), *((20, 2),) * 30), None, (), None, None, {"torch": "2"}, "a loss"
     )
     card = format_card(CardModel("me/base", None, True, rank=4), facts)
     assert "Clients: 32, with 640 training examples together" in card

@@ -380,6 +380,68 @@ def test_updates_are_clipped(llama: Path, tmp_path: Path) -> None:
     assert 0 < moved <= 1e-3 * 1.001
 
 
+def test_sums_in_secret_and_compressed_updates_are_those_of_plain_training(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Within the rounding of each: 22 bits over ±8, and a row's largest entry over 127, for each of two clients."""
+    plain = run_of(tables(llama, tmp_path, DPO), steps=0)
+    info = plain.federation.infos[0]
+    start = plain.personal(info)
+    plain.step()
+    wanted = plain.personal(info)
+    secure = run_of(tables(llama, tmp_path, DPO, run={"secure": {"on": True}})).personal(info)
+    compressed = run_of(tables(llama, tmp_path, DPO, run={"compression": {"uplink": "int8"}})).personal(info)
+    for name, value in wanted.items():
+        moved = float((value - start[name]).abs().max())
+        torch.testing.assert_close(secure[name], value, rtol=0, atol=16 / 2**22 + 1e-6)
+        torch.testing.assert_close(compressed[name], value, rtol=0, atol=4 * moved / 127 + 1e-7)
+    # B begins at 0, so that all of it is what training changed
+    assert max(float(value.abs().max()) for value in wanted.values()) > 100 / 2**22
+
+
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_private_preferences_have_the_noise_that_the_budget_counts(
+    llama: Path, tmp_path: Path, kind: str
+) -> None:
+    """With a rate of almost 0 the factors move by noise alone: σ·norm over the clients, of each client for local."""
+    private = {"privacy": {"kind": kind, "noise": 2.0, "delta": 0.01}, "clipping": {"norm": 0.5}}
+    defaults = {"optimizer": {"kind": "sgd", "lr": 1e-12}}
+    run = run_of(tables(llama, tmp_path, DPO, run=private, defaults=defaults), steps=0)
+    info = run.federation.infos[0]
+    start = run.personal(info)
+    run.step()
+    moved = torch.cat([(t - start[n]).flatten() for n, t in run.personal(info).items()])
+    clients = len(run.federation.infos)
+    expected = 2.0 * 0.5 / clients * (1.0 if kind == "central" else clients**0.5)
+    assert abs(float(moved.std()) / expected - 1) < 5 / (2 * moved.numel()) ** 0.5
+    assert run.budget is not None
+    assert run.budget.describe()["epsilon"] > 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "line", "tag"),
+    [
+        (DPO, "- Objective: direct preference optimization (DPO), beta = 0.3\n", "\n- dpo\n"),
+        (
+            ORPO,
+            "- Objective: odds ratio preference optimization (ORPO), odds_ratio_weight = 0.5\n",
+            "\n- orpo\n",
+        ),
+    ],
+    ids=["dpo", "orpo"],
+)
+def test_the_card_names_the_objective(
+    llama: Path, tmp_path: Path, loss: dict[str, Any], line: str, tag: str
+) -> None:
+    file = tmp_path / "preferences.toml"
+    file.write_text(ExperimentConfig.parse(tables(llama, tmp_path, loss)).to_toml())
+    assert main(["run", str(file), "--out", str(tmp_path / "run")]) == 0
+    assert main(["adapters", str(tmp_path / "run"), "--out", str(tmp_path / "adapters")]) == 0
+    card = (tmp_path / "adapters" / "server" / "README.md").read_text()
+    assert line in card
+    assert tag in card.split("---")[1]
+
+
 def test_a_report_judges_by_loss(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "preferences.toml"
     file.write_text(ExperimentConfig.parse(tables(llama, tmp_path, DPO)).to_toml())

@@ -229,7 +229,9 @@ def test_every_kind_is_that_of_a_plain_loop(name: str, caplog: pytest.LogCapture
             torch.testing.assert_close(value, wanted[parameter].detach(), rtol=1e-4, atol=1e-5)
         found = result.rounds[-1].values("loss", "test")
         np.testing.assert_allclose(found, risks, rtol=1e-4)
-    assert ("one client after another in 'local': the loss" in caplog.text) == (name in ("a function", "a module"))
+    assert ("one client after another in 'local': the loss" in caplog.text) == (
+        name in ("a function", "a module")
+    )
 
 
 def test_simulate_replaces_the_loss() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
+from ...core.learning.losses import Loss
 from ...methods.families.lora_family import Tuning
 from ...results.measurements import ACCURACY, LOSS
 from ...results.records import RoundRecord
@@ -34,6 +35,14 @@ _PIPELINES = {
 """By task: the pipeline of transformers, and the class that loads the base."""
 
 
+_OBJECTIVES: dict[str, tuple[str, str]] = {
+    "dpo": ("direct preference optimization (DPO)", "beta"),
+    "orpo": ("odds ratio preference optimization (ORPO)", "odds_ratio_weight"),
+    "contrastive": ("contrastive loss, the other pairs of a batch as negatives", "temperature"),
+}
+"""By kind of the loss: its title, and the option that a reader needs."""
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What the cards of all models of a run have in common.
@@ -48,6 +57,8 @@ class RunFacts:
         best: the best round by validation; None if it is not known.
         last: the last round that was evaluated; None if none was.
         versions: of the software, by name.
+        objective: what was minimized, in words.
+        tags: of the objective, as the Hub has them.
     """
 
     method: str
@@ -59,6 +70,8 @@ class RunFacts:
     best: int | None
     last: int | None
     versions: Mapping[str, str]
+    objective: str
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,8 @@ def gather_facts(run: Run, ranks: Sequence[int], records: Sequence[RoundRecord] 
         None if best is None else best.round,
         None if last is None else last.round,
         names,
+        _describe_objective(run.federation.loss, run.federation.classes),
+        (run.federation.loss.kind,) if run.federation.loss.is_preference else (),
     )
 
 
@@ -139,7 +154,7 @@ def format_card(model: CardModel, facts: RunFacts) -> str:
     whose = "the server" if model.client is None else f"client {model.client}"
     kind = f"LoRA adapter of rank {model.rank}" if model.is_adapter else "Model"
     sections = [
-        _front_matter(model),
+        _front_matter(model, facts.tags),
         f"# {kind} for {model.base}" if model.is_adapter else f"# {model.base}, fine-tuned",
         f"The model of {whose} after {facts.rounds} rounds of federated fine-tuning by {facts.method}"
         + (f" ({facts.citation})" if facts.citation else "")
@@ -184,7 +199,21 @@ def _metric_rows(last: RoundRecord | None, best: RoundRecord | None) -> list[tup
     return rows
 
 
-def _front_matter(model: CardModel) -> str:
+def _describe_objective(loss: Loss, classes: Sequence[str]) -> str:
+    """The loss in words, with the option that a reader needs."""
+    if loss.is_own:
+        return f"a loss of the user's own, `{loss.kind}`"
+    if loss.kind in _OBJECTIVES:
+        title, option = _OBJECTIVES[loss.kind]
+        others = {n: v for n, v in loss.describe().items() if n not in ("kind", option)}
+        options = {option: getattr(loss, option), **others}
+        return ", ".join([title, *(f"{name} = {value:g}" for name, value in options.items())])
+    if loss.kind in ("auto", "next_token"):
+        return "cross-entropy of the class" if classes else "cross-entropy of the next token"
+    return loss.kind.replace("_", "-")
+
+
+def _front_matter(model: CardModel, tags: Sequence[str]) -> str:
     """Metadata; JSON strings are strings of YAML, too."""
     library = "peft" if model.is_adapter else "transformers"
     lines = [f"base_model: {json.dumps(model.base, ensure_ascii=False)}"]
@@ -193,6 +222,7 @@ def _front_matter(model: CardModel) -> str:
     lines += [f"library_name: {library}", f"pipeline_tag: {pipeline}"]
     lines += ["tags:", "- fedlowrank", "- federated-learning"]
     lines += ["- lora"] if model.is_adapter else []
+    lines += [f"- {tag}" for tag in tags]
     return "\n".join(["---", *lines, "---"])
 
 
@@ -221,7 +251,7 @@ def _format_prompt(model: CardModel) -> list[str]:
 
 def _training_lines(facts: RunFacts) -> list[str]:
     sizes, ranks = zip(*facts.clients, strict=True)
-    lines = [f"- Method: {facts.method}", f"- Rounds: {facts.rounds}"]
+    lines = [f"- Method: {facts.method}", f"- Objective: {facts.objective}", f"- Rounds: {facts.rounds}"]
     lines += [f"- Clients: {len(sizes)}, with {sum(sizes):,} training examples together"]
     lines += [f"- Privacy: {facts.privacy}" if facts.privacy else "- Privacy: none (no differential privacy)"]
     if len(sizes) > MANY:
