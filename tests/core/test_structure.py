@@ -110,7 +110,7 @@ def test_a_circle_of_files_is_found() -> None:
 
 
 # what a method calls its own state and messages by their role in the contract, each in its file
-ROLES = {"Client", "Download", "Joint", "Own", "Server", "Upload"}
+ROLES = {"ClientState", "Download", "Joint", "ServerState", "Upload"}
 
 
 def repeated_names(names_of: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -167,13 +167,13 @@ def test_no_two_functions_have_one_name() -> None:
 
 def test_two_classes_of_one_name_are_found() -> None:
     names = {
-        "a.py": ["Plan", "Server"],
+        "a.py": ["Plan", "ServerState"],
         "b.py": ["Other", "Plan"],
-        "methods/c.py": ["Server"],
-        "methods/d.py": ["Server"],
+        "methods/c.py": ["ServerState"],
+        "methods/d.py": ["ServerState"],
     }
     assert repeated_names(names) == {"Plan": ["a.py", "b.py"]}
-    assert repeated_names({**names, "b.py": ["Server"]}) == {"Server": ["a.py", "b.py"]}
+    assert repeated_names({**names, "b.py": ["ServerState"]}) == {"ServerState": ["a.py", "b.py"]}
 
 
 def test_no_two_files_have_one_name_and_a_folder_holds_at_most_twelve() -> None:

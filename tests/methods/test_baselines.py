@@ -20,7 +20,7 @@ from fedlowrank.methods.fedavgm import FedAvgM
 from fedlowrank.methods.fedbabu import FedBABU
 from fedlowrank.methods.fedbn import FedBN
 from fedlowrank.methods.fednova import FedNova
-from fedlowrank.methods.fedopt import FedAdagrad, FedAdam, FedYogi, Server
+from fedlowrank.methods.fedopt import FedAdagrad, FedAdam, FedYogi, ServerState
 from fedlowrank.models import standard
 from fedlowrank.models.statistics.normalization import normalization_parameters
 from fedlowrank.rounds.run import Run
@@ -131,7 +131,7 @@ def test_the_first_step_of_fedopt_by_hand(method: Any, m: float, v: float) -> No
     task = federation.task(1)
     server = method.server_init(task)
     moved = tree.map_leaves(lambda t: t + 0.3, server.model)
-    after: Server = method.server_update(server, moved, ServerView(task, 0, federation.key))
+    after: ServerState = method.server_update(server, moved, ServerView(task, 0, federation.key))
     step = 2.0 * m / (v**0.5 + method.tau)
     for name, start in server.model.items():
         for found, wanted in ((after.m, m), (after.v, v), (after.model, start + step)):

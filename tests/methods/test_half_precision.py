@@ -50,11 +50,11 @@ from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.base_updates import Base
 from fedlowrank.methods.families.lora_family import Message, Tuning
 from fedlowrank.methods.fd import Outputs
-from fedlowrank.methods.feddyn import Down
-from fedlowrank.methods.fedproto import Local
+from fedlowrank.methods.feddyn import Download
+from fedlowrank.methods.fedproto import Upload as Prototypes
 from fedlowrank.methods.fedspa import Upload
 from fedlowrank.methods.floral import Upload as FloralUpload
-from fedlowrank.methods.scaffold import Controlled
+from fedlowrank.methods.scaffold import ControlledModel
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 
@@ -179,7 +179,7 @@ def test_a_server_rounds_its_model_once(
 def model_of(method: Any, server: Any, task: Task) -> dict[str, Tensor]:
     """The model that clients begin at."""
     down = method.download(server, task.clients[0])
-    found: dict[str, Tensor] = down.model if isinstance(down, (Controlled, Down)) else down
+    found: dict[str, Tensor] = down.model if isinstance(down, (ControlledModel, Download)) else down
     return found
 
 
@@ -202,7 +202,7 @@ def test_updates_that_clients_send_are_added_once(dtype: torch.dtype) -> None:
     flat = [Upload({n: t.flatten() if t.ndim > 1 else t for n, t in r.items()}, {}) for r in replies]
     check(served(spa.method, spa.state.server, spa.task, flat, 0).model, -1.0)
     scaffold = run_of(SCAFFOLD(), dtype)
-    sent = [Controlled(r, tree.widen(r)) for r in replies]
+    sent = [ControlledModel(r, tree.widen(r)) for r in replies]
     after = served(scaffold.method, scaffold.state.server, scaffold.task, sent, 0)
     check(after.model, 1.0)
     torch.testing.assert_close(after.control["weight"].double(), exact["weight"], rtol=1e-5, atol=1e-9)
@@ -427,7 +427,7 @@ def test_prototypes_of_many_clients(dtype: torch.dtype) -> None:
     for c in run.task.clients:
         own = some_labels(g)
         count = torch.randint(1, c.examples + 1, own.shape, generator=g)
-        sent.append(Local(own, torch.rand(len(own), 5, generator=g) + 1, count))
+        sent.append(Prototypes(own, torch.rand(len(own), 5, generator=g) + 1, count))
     found = served(run.method, run.state.server, run.task, sent, 0)
     for j in range(4):
         mean = torch.cat([u.mean[u.labels == j] for u in sent]).double()

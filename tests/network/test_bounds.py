@@ -22,7 +22,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.methods.scaffold import Controlled
+from fedlowrank.methods.scaffold import ControlledModel
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
 from fedlowrank.network.messages import Registration
@@ -65,14 +65,16 @@ def test_the_update_is_measured_against_the_part_of_the_download_that_has_its_fo
     def flat(params: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([t.reshape(-1).double() for t in params.values()])
 
-    found = measure_norms(Controlled(y, d), Controlled(x, c))
+    found = measure_norms(ControlledModel(y, d), ControlledModel(x, c))
     assert found.keys() == {"/model", "/control"}
     for part, up, down in (("/model", y, x), ("/control", d, c)):
         assert found[part].itself == pytest.approx(float(flat(up).norm()))
         assert found[part].change == pytest.approx(float((flat(up) - flat(down)).norm()))
         assert found[part].download == pytest.approx(float(flat(down).norm()))
     # an upload that is a field of the download
-    assert measure_norms(y, Controlled(x, c))[""].change == pytest.approx(float((flat(y) - flat(x)).norm()))
+    assert measure_norms(y, ControlledModel(x, c))[""].change == pytest.approx(
+        float((flat(y) - flat(x)).norm())
+    )
     # nothing of its form was sent
     small_one = {"w": torch.full((2, 2), 3.0)}
     assert measure_norms(small_one, x) == {"": PartNorms(6.0)}

@@ -35,7 +35,7 @@ from ..core.tree import Params, map_leaves, tree_dataclass, widen
 
 
 @tree_dataclass
-class Own:
+class ClientState:
     """What a client keeps: its model v, and its share ``a [1]`` in the mixture, float32 for half precision."""
 
     v: Params
@@ -58,7 +58,7 @@ def mixture(a: Tensor, v: Params, w: Params) -> Params:
 
 
 @dataclass(frozen=True)
-class APFL(Method[Params, Own, Params, Params]):
+class APFL(Method[Params, ClientState, Params, Params]):
     """A mixture of a local and the global model, in proportions that every client learns.
 
     Attributes:
@@ -77,13 +77,13 @@ class APFL(Method[Params, Own, Params, Params]):
         """w^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Own:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """The local model v starts at the common initial weights."""
         initial = task.model(client).initial
         # one element rather than none: the vectorized engine flattens what follows the client axis
-        return Own(initial, widen(next(iter(initial.values()))).new_full((1,), self.alpha))
+        return ClientState(initial, widen(next(iter(initial.values()))).new_full((1,), self.alpha))
 
-    def local_update(self, state: Own, down: Params, view: ClientView) -> tuple[Own, Params]:
+    def local_update(self, state: ClientState, down: Params, view: ClientView) -> tuple[ClientState, Params]:
         """Simultaneous SGD on w, v and a."""
         model, adaptive, groups = view.model, self.adaptive, self.optimizer.groups
 
@@ -99,12 +99,12 @@ class APFL(Method[Params, Own, Params, Params]):
         a_group = {"a": replace(groups.get("a", Group()), weight_decay=0.0)}
         optimizer = replace(self.optimizer, groups={**groups, **a_group})
         end = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clipped)
-        return Own(end.v, end.a), end.w
+        return ClientState(end.v, end.a), end.w
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         return total
 
-    def client_model(self, state: Own, down: Params, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Params, view: ClientView) -> ClientModel:
         """v̄ with the global w received."""
         return ClientModel(mixture(state.a, state.v, down))

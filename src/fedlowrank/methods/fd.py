@@ -51,7 +51,7 @@ class Targets:
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """Sum and number of the outputs for each label, and each client's share in them."""
 
     total: Tensor
@@ -60,7 +60,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class FD(Method[Server, Params, Targets, Outputs]):
+class FD(Method[ServerState, Params, Targets, Outputs]):
     """Federated distillation of mean outputs per label.
 
     Attributes:
@@ -75,16 +75,16 @@ class FD(Method[Server, Params, Targets, Outputs]):
     needs_classes = True
     heterogeneous = True
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """No output is known."""
         like = widen(next(iter(task.model(task.clients[0]).initial.values())))
-        return Server(like.new_zeros(task.classes, task.classes), like.new_zeros(task.classes), {})
+        return ServerState(like.new_zeros(task.classes, task.classes), like.new_zeros(task.classes), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """θ_k starts at its architecture's initial weights."""
         return task.model(client).initial
 
-    def download(self, server: Server, client: ClientInfo) -> Targets:
+    def download(self, server: ServerState, client: ClientInfo) -> Targets:
         """Ĝ_k: the means without the client's own share."""
         total, count = server.total, server.count
         own = server.latest.get(str(client.id))
@@ -113,18 +113,18 @@ class FD(Method[Server, Params, Targets, Outputs]):
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])
 
-    def contribution(self, upload: Outputs, client: ClientInfo, server: Server) -> Each:
+    def contribution(self, upload: Outputs, client: ClientInfo, server: ServerState) -> Each:
         """The client's own outputs: the next download to it leaves them out."""
         return Each(upload)
 
-    def server_update(self, server: Server, total: dict[int, Outputs], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[int, Outputs], view: ServerView) -> ServerState:
         """Replace the share of every client that replied."""
         latest = server.latest | {str(client): outputs for client, outputs in total.items()}
         summed, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for own in latest.values():
             summed.index_add_(0, own.labels, own.mean)
             count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
-        return Server(summed, count, latest)
+        return ServerState(summed, count, latest)
 
     def describe_update(self, down: Targets, client: ClientInfo, task: Task) -> Update:
         """The mean outputs themselves, relative to nothing; a row for every label that the client owns."""

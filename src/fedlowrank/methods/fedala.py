@@ -39,7 +39,7 @@ from ..core.tree import Params, map_leaves, tree_dataclass
 
 
 @tree_dataclass
-class Own:
+class ClientState:
     """What a client keeps: its last upper layers, their weights W in [0, 1], and the rounds it trained."""
 
     upper: Params
@@ -58,7 +58,7 @@ def clipped(weights: Params, _: float, *constants: Params) -> Params:
 
 
 @dataclass(frozen=True)
-class FedALA(Method[Params, Own, Params, Params]):
+class FedALA(Method[Params, ClientState, Params, Params]):
     """FedAvg whose clients mix the upper layers received with their own, element by element.
 
     When to use: personal models for clients whose data differ, without more communication than FedAvg.
@@ -93,10 +93,10 @@ class FedALA(Method[Params, Own, Params, Params]):
         self._upper(model, model.initial)
         return model.initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> Own:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """W = 1."""
         upper = self._upper(task.model(client), task.model(client).initial)
-        return Own(upper, map_leaves(torch.ones_like, upper), 0)
+        return ClientState(upper, map_leaves(torch.ones_like, upper), 0)
 
     def _upper(self, model: Model, params: Params) -> Params:
         if self.layers is None:
@@ -104,7 +104,7 @@ class FedALA(Method[Params, Own, Params, Params]):
         last = list(dict.fromkeys(n.rpartition(".")[0] for n in model.initial))[-self.layers :]
         return {n: p for n, p in params.items() if n.rpartition(".")[0] in last}
 
-    def local_update(self, state: Own, down: Params, view: ClientView) -> tuple[Own, Params]:
+    def local_update(self, state: ClientState, down: Params, view: ClientView) -> tuple[ClientState, Params]:
         """SGD on W, then on F_k from the mixture."""
         model, weights = view.model, state.weights
 
@@ -120,13 +120,13 @@ class FedALA(Method[Params, Own, Params, Params]):
             )
         start = down | mixed(weights, received, state.upper)
         theta = view.train(supervised_loss(model), start, "local", self.optimizer)
-        return Own(self._upper(model, theta), weights, state.rounds + 1), theta
+        return ClientState(self._upper(model, theta), weights, state.rounds + 1), theta
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         return total
 
-    def client_model(self, state: Own, down: Params, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Params, view: ClientView) -> ClientModel:
         """The mixture with the upper layers received, and the global model as a second series."""
         upper = mixed(state.weights, self._upper(view.model, down), state.upper)
         return ClientModel(down | upper, {"personal": down | upper, "global": down})

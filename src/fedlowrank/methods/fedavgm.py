@@ -24,7 +24,7 @@ from .families.averaging import Weighting, average_models, train_model
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The model w and its velocity v, in float32 for parameters of half precision."""
 
     model: Params
@@ -32,7 +32,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class FedAvgM(Method[Server, None, Params, Params]):
+class FedAvgM(Method[ServerState, None, Params, Params]):
     """FedAvg with momentum on the server.
 
     Use it where clients hold different classes or few of them take part in a round, so that FedAvg's model
@@ -53,20 +53,20 @@ class FedAvgM(Method[Server, None, Params, Params]):
     one_model = True
     bounds = {"server_momentum": ">= 0 and < 1", "server_lr": "> 0"}
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """The common initial weights, and v = 0."""
         w = task.common_model(self.title).initial
-        return Server(w, zeros_like(widen(w)))
+        return ServerState(w, zeros_like(widen(w)))
 
-    def download(self, server: Server, client: ClientInfo) -> Params:
+    def download(self, server: ServerState, client: ClientInfo) -> Params:
         """w^t."""
         return server.model
 
     local_update = train_model
     contribution = average_models
 
-    def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """A step with momentum from w^t towards the mean of the replies."""
         # v <- β v + Δ with Δ = w^t - mean of w_k
         velocity = add(sub(server.model, total), server.velocity, self.server_momentum)
-        return Server(cast_like(add(server.model, velocity, -self.server_lr), server.model), velocity)
+        return ServerState(cast_like(add(server.model, velocity, -self.server_lr), server.model), velocity)

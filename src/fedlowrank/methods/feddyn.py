@@ -33,7 +33,7 @@ from ..core.tree import Params, add, cast_like, sub, tree_dataclass, widen, zero
 
 
 @tree_dataclass
-class Cloud:
+class ServerState:
     """θ, the plain mean of the last replies, and h, in float32 for parameters of half precision."""
 
     model: Params
@@ -42,7 +42,7 @@ class Cloud:
 
 
 @tree_dataclass
-class Down:
+class Download:
     """θ^t, and the mean of the last replies if clients infer by it."""
 
     model: Params
@@ -50,7 +50,7 @@ class Down:
 
 
 @dataclass(frozen=True)
-class FedDyn(Method[Cloud, Params, Down, Params]):
+class FedDyn(Method[ServerState, Params, Download, Params]):
     """Local objectives whose linear term makes their minimizers agree with that of the mean objective.
 
     Attributes:
@@ -66,41 +66,41 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
     one_model = True
     bounds = {"alpha": "> 0"}
 
-    def server_init(self, task: Task) -> Cloud:
+    def server_init(self, task: Task) -> ServerState:
         """θ^0, the common initial weights, and h = 0."""
         theta = task.common_model(self.title).initial
-        return Cloud(theta, theta, zeros_like(widen(theta)))
+        return ServerState(theta, theta, zeros_like(widen(theta)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """g_k = 0."""
         return zeros_like(widen(task.model(client).initial))
 
-    def download(self, server: Cloud, client: ClientInfo) -> Down:
+    def download(self, server: ServerState, client: ClientInfo) -> Download:
         """θ^t."""
-        return Down(server.model, None if self.evaluate == "cloud" else server.mean)
+        return Download(server.model, None if self.evaluate == "cloud" else server.mean)
 
-    def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
+    def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
         loss = supervised_loss(view.model)
         proximal = ProximalTerm(self.alpha, center=down.model, linear=state)
         theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=proximal)
         return add(state, sub(widen(theta), down.model), -self.alpha), theta
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:
+    def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> Mean:
         """θ_k, all with the same weight."""
         return Mean(widen(upload))
 
-    def server_update(self, server: Cloud, total: Params, view: ServerView) -> Cloud:
+    def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""
         h = add(server.h, sub(total, server.model), -self.alpha * view.share)
         model = cast_like(add(total, h, -1 / self.alpha), server.model)
-        return Cloud(model, cast_like(total, server.mean), h)
+        return ServerState(model, cast_like(total, server.mean), h)
 
-    def describe_update(self, down: Down, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to θ^t."""
         return Update(down.model)
 
-    def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:
+    def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """θ; or the mean of the last replies, with θ as a second series."""
         if down.mean is None:
             return ClientModel(down.model)

@@ -38,7 +38,7 @@ from .families.lora_family import (
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The mean factors, the residual of every round, and what is shared beside them."""
 
     factors: Factors
@@ -55,7 +55,7 @@ class Download:
 
 
 @tree_dataclass
-class Own:
+class ClientState:
     """What a client keeps: the residuals so far, and its head where that is personal."""
 
     base: Base
@@ -63,7 +63,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class FedExLoRA(Method[Server, Own, Download, Message]):
+class FedExLoRA(Method[ServerState, ClientState, Download, Message]):
     """Means of factors, with an exact residual.
 
     Attributes:
@@ -80,35 +80,37 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     remarks = describe_ranks
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """A random A and B = 0, or the model's trained factors; no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
         scale = self.tuning.scaling_of(lora_of(model)).at(rank)
         factors = starting_factors(task, self.title, rank, scale)
-        return Server(factors, UpdateHistory([], {}), self.tuning.shared_rest(model))
+        return ServerState(factors, UpdateHistory([], {}), self.tuning.shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Own:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """The base as it is."""
-        return Own(Base({}, []), self.tuning.own_rest(task.model(client)))
+        return ClientState(Base({}, []), self.tuning.own_rest(task.model(client)))
 
-    def download(self, server: Server, client: ClientInfo) -> Download:
+    def download(self, server: ServerState, client: ClientInfo) -> Download:
         """Factors, and the residuals that are missing."""
         return Download(self.tuning.message(server.factors, server.rest), server.history.missing(client))
 
-    def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
+    def local_update(
+        self, state: ClientState, down: Download, view: ClientView
+    ) -> tuple[ClientState, Message]:
         """Add the residuals, then train both factors."""
         base, start = self._now(state, down, lora_of(view.model))
         frozen, moved = base.frozen_factors_or_weights(self.keep, lora_of(view.model))
         end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
         kept, upload = reply(self, end)
-        return Own(base, kept), upload
+        return ClientState(base, kept), upload
 
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+    def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """The factors, in their mean and each for the residual, and the shared rest, weighted by n_i."""
         factors, n = unpack_factors(upload.factors), client.examples
         return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
         gaps = [
@@ -119,24 +121,24 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         scale = self.tuning.scale_of(view.task, view.replied[0])
         residual = cast_like(weigh_factors(gaps, [scale * w / sum(weights) for w in weights]), means)
         history = server.history.with_update(residual, view.replied, self.tuning.wire)
-        return Server(means, history, total["rest"])
+        return ServerState(means, history, total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """Relative to the factors as they were sent, in the client's scale."""
         return Update(down.message, self.tuning.scale_of(task, client))
 
-    def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))
         frozen, moved = base.frozen_factors_or_weights(self.keep, lora_of(view.model))
         return adapted_model(view, leaves, self.tuning.scale(view), frozen, moved)
 
-    def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
+    def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
         leaves = leaves_of(server.factors, state.rest | server.rest)
         frozen, _ = Base({}, server.history.updates).frozen_factors_or_weights("stacked", lora_of(view.model))
         return model_parameters(view.model, leaves, self.tuning.scale(view), frozen, {})
 
-    def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
+    def _now(self, state: ClientState, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
         base = state.base.with_updates(down.residuals, self.keep, lora)
         return base, leaves_of_message(down.message, state.rest)

@@ -63,7 +63,7 @@ from .families.lora_family import (
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """W of every layer, further initial components, the shared rest, and for the record p_i and r̂_i of the last replies."""
 
     delta: dict[str, Delta]
@@ -82,7 +82,7 @@ class Download:
 
 
 @dataclass(frozen=True)
-class FedHL(Method[Server, Params, Download, Message]):
+class FedHL(Method[ServerState, Params, Download, Message]):
     """Unbiased aggregation of unequal ranks.
 
     Attributes:
@@ -127,14 +127,14 @@ class FedHL(Method[Server, Params, Download, Message]):
             )
         return found
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """W_0 = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         delta = starting_deltas(model, self.form, max(ranks))
         drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
-        return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
+        return ServerState(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 
-    def download(self, server: Server, client: ClientInfo) -> Download:
+    def download(self, server: ServerState, client: ClientInfo) -> Download:
         """Line 4: the first r_i components."""
         rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
@@ -147,7 +147,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         end = train_leaves(view, start, self.tuning.scale(view), self.optimizer, frozen=down.residual)
         return reply(self, end)
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Line 17."""
         ranks = [self.tuning.rank_within(c, server.drawn) for c in view.replied]
         p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
@@ -173,7 +173,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         leaves = leaves_of_message(down.message, state)
         return adapted_model(view, leaves, self.tuning.scale(view), frozen=down.residual)
 
-    def metrics(self, server: Server) -> dict[str, dict[str, float]]:
+    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of W; p_i and relative truncation errors of the last round; energy of W and its cut tail."""
         delta = server.delta
         return {
@@ -183,6 +183,6 @@ class FedHL(Method[Server, Params, Download, Message]):
             "discarded": truncation_energy(delta),
         }
 
-    def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
+    def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
         return model_with_update(view.model, server.delta, state | server.rest)

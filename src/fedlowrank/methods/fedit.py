@@ -32,7 +32,7 @@ from .families.lora_family import Message, Tuning, starting_factors
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The mean factors, and what is shared beside them."""
 
     factors: Factors
@@ -40,7 +40,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class FedIT(Method[Server, Params, Message, Message]):
+class FedIT(Method[ServerState, Params, Message, Message]):
     """Means of B and of A.
 
     Attributes:
@@ -52,11 +52,11 @@ class FedIT(Method[Server, Params, Message, Message]):
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """A random A and B = 0, or the model's trained factors."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
         scale = self.tuning.scaling_of(lora_of(model)).at(rank)
-        return Server(
+        return ServerState(
             starting_factors(task, self.title, rank, scale),
             self.tuning.shared_rest(model),
         )
@@ -69,7 +69,9 @@ class FedIT(Method[Server, Params, Message, Message]):
     describe_update = describe_factor_update
     client_model = model_with_factors
 
-    def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
+    def server_update(
+        self, server: ServerState, total: tuple[Factors, Params], view: ServerView
+    ) -> ServerState:
         """Means, weighted by n_i."""
         factors, rest = total
-        return Server(factors, rest)
+        return ServerState(factors, rest)

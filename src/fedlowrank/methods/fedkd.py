@@ -42,7 +42,7 @@ from ..linalg.factored import CompressedUpdate, Factored, compress_update, decom
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The mentee s^t, the compressed update of every round, and the round each client's copy is at."""
 
     mentee: Params
@@ -59,7 +59,7 @@ class Download:
 
 
 @tree_dataclass
-class Models:
+class ClientState:
     """Mentor T, mentee s and the projection W ``[d_T, d_s]`` between their representations."""
 
     mentor: Params
@@ -75,7 +75,7 @@ def factor_form(w: Tensor) -> Lengths:
 
 
 @dataclass(frozen=True)
-class FedKD(Method[Server, Models, Download, CompressedUpdate]):
+class FedKD(Method[ServerState, ClientState, Download, CompressedUpdate]):
     """Adaptive mutual distillation with updates sent as low-rank factors.
 
     Attributes:
@@ -102,30 +102,30 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         rise = (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)
         return self.energy_start + rise
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """s^0, known to all."""
-        return Server(task.smallest_model(self.mentee).initial, [], {})
+        return ServerState(task.smallest_model(self.mentee).initial, [], {})
 
-    def client_init(self, task: Task, client: ClientInfo) -> Models:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """T_k and s^0 at their initial weights, W as a linear layer's."""
         mentor, mentee = task.model(client), task.smallest_model(self.mentee)
         generator = (task.key / "fedkd" / mentor.name).generator()
         w = (2 * torch.rand(mentor.width, mentee.width, generator=generator) - 1) / mentee.width**0.5
-        return Models(mentor.initial, mentee.initial, w.to(next(iter(mentor.initial.values()))))
+        return ClientState(mentor.initial, mentee.initial, w.to(next(iter(mentor.initial.values()))))
 
-    def download(self, server: Server, client: ClientInfo) -> Download:
+    def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The updates since the client's copy, or the mentee where that is smaller."""
         missing = server.updates[server.at.get(str(client.id), 0) :]
         whole = nbytes(missing) > nbytes(server.mentee)
         return Download([], server.mentee) if whole else Download(missing, None)
 
     def local_update(
-        self, state: Models, down: Download, view: ClientView
-    ) -> tuple[Models, CompressedUpdate]:
+        self, state: ClientState, down: Download, view: ClientView
+    ) -> tuple[ClientState, CompressedUpdate]:
         """Simultaneous SGD; detached teachers and denominators leave each loss its own gradient."""
         big, small = view.model, view.task.smallest_model(self.mentee)
 
-        def loss(now: Models, batch: Batch) -> Tensor:
+        def loss(now: ClientState, batch: Batch) -> Tensor:
             h_t, h_s = big.represent(now.mentor, batch.x), small.represent(now.mentee, batch.x)
             t, s = big.head(now.mentor, h_t), small.head(now.mentee, h_s)
             ce_t, ce_s = task_loss(t, batch), task_loss(s, batch)
@@ -136,11 +136,11 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
             return ce_t + ce_s + (mentor + mentee) / (ce_t + ce_s).detach()
 
         start = self._mentee(state, down)
-        end = view.train(loss, Models(state.mentor, start, state.projection), "local", self.optimizer)
-        kept = Models(end.mentor, start, end.projection)
+        end = view.train(loss, ClientState(state.mentor, start, state.projection), "local", self.optimizer)
+        kept = ClientState(end.mentor, start, end.projection)
         return kept, compress_update(sub(end.mentee, start), self._energy(view))
 
-    def _mentee(self, state: Models, down: Download) -> Params:
+    def _mentee(self, state: ClientState, down: Download) -> Params:
         mentee = state.mentee if down.mentee is None else down.mentee
         for update in down.updates:
             mentee = add(mentee, decompress_update(update, mentee))
@@ -152,17 +152,17 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         form = {n: OneOf(w, factor_form(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
         return Update(down, form=form)
 
-    def contribution(self, upload: CompressedUpdate, client: ClientInfo, server: Server) -> Mean:
+    def contribution(self, upload: CompressedUpdate, client: ClientInfo, server: ServerState) -> Mean:
         """The update of the mentee, weighted by n_k."""
         return Mean(decompress_update(upload, server.mentee), client.examples)
 
-    def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """s^{t+1}, which clients rebuild from the compressed mean update; those that replied hold s^t."""
         update = compress_update(total, self._energy(view))
         at = server.at | {str(client.id): len(server.updates) for client in view.replied}
         mentee = add(server.mentee, decompress_update(update, server.mentee))
-        return Server(mentee, [*server.updates, update], at)
+        return ServerState(mentee, [*server.updates, update], at)
 
-    def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""
         return ClientModel(state.mentor)

@@ -34,7 +34,7 @@ CITATION = "Reddi et al., ICLR 2021, arXiv:2003.00295"
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The model x, the running mean m of its updates Δ, and v of their squares.
 
     Both means are in float32 for parameters of half precision.
@@ -45,19 +45,21 @@ class Server:
     v: Params
 
 
-def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> Server:
+def initial_server(method: FedAdagrad | FedAdam | FedYogi, task: Task) -> ServerState:
     """The common initial weights, m = 0 and v = τ²."""
     model = task.common_model(method.title).initial
     wide = widen(model)
-    return Server(model, zeros_like(wide), map_leaves(lambda p: torch.full_like(p, method.tau**2), wide))
+    return ServerState(model, zeros_like(wide), map_leaves(lambda p: torch.full_like(p, method.tau**2), wide))
 
 
-def send_model(method: FedAdagrad | FedAdam | FedYogi, server: Server, client: ClientInfo) -> Params:
+def send_model(method: FedAdagrad | FedAdam | FedYogi, server: ServerState, client: ClientInfo) -> Params:
     """x_t."""
     return server.model
 
 
-def adaptive_step(method: FedAdagrad | FedAdam | FedYogi, server: Server, delta: Params, v: Params) -> Server:
+def adaptive_step(
+    method: FedAdagrad | FedAdam | FedYogi, server: ServerState, delta: Params, v: Params
+) -> ServerState:
     """The server's next state: x + η m / (√v + τ) with the next m.
 
     Args:
@@ -69,11 +71,11 @@ def adaptive_step(method: FedAdagrad | FedAdam | FedYogi, server: Server, delta:
     beta1, tau = method.beta1, method.tau
     m = map_leaves(lambda m, d: beta1 * m + (1 - beta1) * d, server.m, delta)
     direction = map_leaves(lambda m, v: m / (v.sqrt() + tau), m, v)
-    return Server(cast_like(add(server.model, direction, method.server_lr), server.model), m, v)
+    return ServerState(cast_like(add(server.model, direction, method.server_lr), server.model), m, v)
 
 
 @dataclass(frozen=True)
-class FedAdagrad(Method[Server, None, Params, Params]):
+class FedAdagrad(Method[ServerState, None, Params, Params]):
     """FedAvg whose server steps by Adagrad: a parameter steps less, the larger its squared updates sum up.
 
     Use it where some parameters are rarely trained, such as rows of an embedding, or updates are sparse.
@@ -100,7 +102,7 @@ class FedAdagrad(Method[Server, None, Params, Params]):
     local_update = train_model
     contribution = average_models
 
-    def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """A step of Adagrad: v <- v + Δ²."""
         delta = sub(total, server.model)
         v = map_leaves(lambda v, d: v + d.square(), server.v, delta)
@@ -108,7 +110,7 @@ class FedAdagrad(Method[Server, None, Params, Params]):
 
 
 @dataclass(frozen=True)
-class FedAdam(Method[Server, None, Params, Params]):
+class FedAdam(Method[ServerState, None, Params, Params]):
     """FedAvg whose server steps by Adam: parameters step less, the larger the mean of their squared updates.
 
     Use it where FedAvg is slow because parameters move on different scales, as in language models.
@@ -137,7 +139,7 @@ class FedAdam(Method[Server, None, Params, Params]):
     local_update = train_model
     contribution = average_models
 
-    def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """A step of Adam: v <- β₂ v + (1 - β₂) Δ²."""
         delta, beta2 = sub(total, server.model), self.beta2
         v = map_leaves(lambda v, d: beta2 * v + (1 - beta2) * d.square(), server.v, delta)
@@ -145,7 +147,7 @@ class FedAdam(Method[Server, None, Params, Params]):
 
 
 @dataclass(frozen=True)
-class FedYogi(Method[Server, None, Params, Params]):
+class FedYogi(Method[ServerState, None, Params, Params]):
     """FedAvg whose server steps by Yogi: as FedAdam, but v moves by at most (1 - β₂) Δ² in a round.
 
     Use it in the place of FedAdam where single rounds with small updates let FedAdam's step grow too fast.
@@ -174,7 +176,7 @@ class FedYogi(Method[Server, None, Params, Params]):
     local_update = train_model
     contribution = average_models
 
-    def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: Params, view: ServerView) -> ServerState:
         """A step of Yogi: v <- v - (1 - β₂) Δ² sign(v - Δ²)."""
         delta, beta2 = sub(total, server.model), self.beta2
         squares = map_leaves(torch.square, delta)

@@ -45,7 +45,7 @@ class Prototypes:
 
 
 @tree_dataclass
-class Local:
+class Upload:
     """Prototypes of one client: ``labels [m]`` of its classes with ``mean [m, d]`` and ``count [m]``."""
 
     labels: Tensor
@@ -54,7 +54,7 @@ class Local:
 
 
 @tree_dataclass
-class Client:
+class ClientState:
     """A model, and which classes its owner has ``[classes]``."""
 
     model: Params
@@ -62,7 +62,7 @@ class Client:
 
 
 @dataclass(frozen=True)
-class FedProto(Method[Prototypes, Client, Prototypes, Local]):
+class FedProto(Method[Prototypes, ClientState, Prototypes, Upload]):
     """Exchange of class prototypes instead of weights.
 
     Attributes:
@@ -87,13 +87,15 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         mean = like.new_zeros(task.classes, task.common_width(self.title))
         return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=like.device))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Client:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """θ_k starts at its architecture's initial weights."""
         initial = task.model(client).initial
         device = next(iter(initial.values())).device
-        return Client(initial, torch.zeros(task.classes, dtype=torch.bool, device=device))
+        return ClientState(initial, torch.zeros(task.classes, dtype=torch.bool, device=device))
 
-    def local_update(self, state: Client, down: Prototypes, view: ClientView) -> tuple[Client, Local]:
+    def local_update(
+        self, state: ClientState, down: Prototypes, view: ClientView
+    ) -> tuple[ClientState, Upload]:
         """SGD towards the global prototypes, then the client's own."""
         model, lam = view.model, self.lam
 
@@ -109,11 +111,11 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         theta = view.train(loss, state.model, "local", self.optimizer, constants=(down,))
         total, count = view.total(by_class, theta, constants=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
-        return Client(theta, count > 0), Local(
+        return ClientState(theta, count > 0), Upload(
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
         )
 
-    def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
+    def contribution(self, upload: Upload, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
         """The sum of the prototypes of each class, and their weights."""
         # over a network a client could claim any count, and a class twice; it has no more examples than in
         # all
@@ -136,10 +138,10 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
     def describe_update(self, down: Prototypes, client: ClientInfo, task: Task) -> Update:
         """The prototypes themselves, relative to nothing; a row for every class that the client owns."""
         whole = torch.zeros(0, dtype=torch.int64)
-        form = Lengths(Local(whole, down.mean[:0], whole), task.classes)
+        form = Lengths(Upload(whole, down.mean[:0], whole), task.classes)
         return Update({"labels": NO_UPDATE, "mean": ZERO_REFERENCE, "count": NO_UPDATE}, form=form)
 
-    def client_model(self, state: Client, down: Prototypes, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Prototypes, view: ClientView) -> ClientModel:
         """θ_k with its classifier, or with minus the distance to each usable prototype as scores."""
         model = view.model
         usable = down.known & state.own if self.infer == "nearest_own" else down.known

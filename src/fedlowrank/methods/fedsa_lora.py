@@ -31,7 +31,7 @@ from .families.lora_family import Leaves, Message, Tuning, starting_factors, tra
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The mean A (with a B of no columns), and what is shared beside it."""
 
     factors: Factors
@@ -39,7 +39,7 @@ class Server:
 
 
 @tree_dataclass
-class Own:
+class ClientState:
     """What a client keeps: its B by layer, and its head where that is personal."""
 
     b: dict[str, Tensor]
@@ -47,7 +47,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class FedSALoRA(Method[Server, Own, Message, Message]):
+class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
     """A averaged, B personal.
 
     Attributes:
@@ -59,35 +59,41 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """A random A, or the model's trained one."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
         a = {n: p.a for n, p in self._factors(task, rank).items()}
-        return Server(_without_b(a), self.tuning.shared_rest(model))
+        return ServerState(_without_b(a), self.tuning.shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Own:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """B = 0, or the model's trained one."""
         model = task.model(client)
         rank = self.tuning.rank_of(client, lora_of(model))
-        return Own({n: p.b for n, p in self._factors(task, rank).items()}, self.tuning.own_rest(model))
+        return ClientState(
+            {n: p.b for n, p in self._factors(task, rank).items()}, self.tuning.own_rest(model)
+        )
 
     remarks = describe_ranks
     download = send_factors
     contribution = average_factors
     describe_update = describe_factor_update
 
-    def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
+    def local_update(
+        self, state: ClientState, down: Message, view: ClientView
+    ) -> tuple[ClientState, Message]:
         """Train both factors, send A."""
         end = train_leaves(view, self._leaves(state, down), self.tuning.scale(view), self.optimizer)
         kept = self.tuning.personal_rest(end)
-        return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
+        return ClientState(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 
-    def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
+    def server_update(
+        self, server: ServerState, total: tuple[Factors, Params], view: ServerView
+    ) -> ServerState:
         """The mean of A, weighted by n_i."""
         factors, rest = total
-        return Server(factors, rest)
+        return ServerState(factors, rest)
 
-    def client_model(self, state: Own, down: Message, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
         return adapted_model(view, self._leaves(state, down), self.tuning.scale(view))
 
@@ -95,7 +101,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         scale = self.tuning.scaling_of(lora_of(task.common_model(self.title))).at(rank)
         return starting_factors(task, self.title, rank, scale)
 
-    def _leaves(self, state: Own, down: Message) -> Leaves:
+    def _leaves(self, state: ClientState, down: Message) -> Leaves:
         a = {n: p.a for n, p in unpack_factors(down.factors).items()}
         return {"a": a, "b": state.b, "rest": state.rest | down.rest}
 

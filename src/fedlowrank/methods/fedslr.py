@@ -53,7 +53,7 @@ from ..models.statistics.normalization import zero_normalizations
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """w^t; γ̄; and γ_i by client unless memory-efficient. γ is in float32 for parameters of half precision."""
 
     w: PenalizedModel
@@ -62,7 +62,7 @@ class Server:
 
 
 @tree_dataclass
-class Client:
+class ClientState:
     """γ_i and p_i."""
 
     gamma: Params
@@ -70,7 +70,7 @@ class Client:
 
 
 @dataclass(frozen=True)
-class FedSLR(Method[Server, Client, Weights, Params]):
+class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     """A low-rank global model, made by a dual method, and a sparse personal component added to it.
 
     Attributes:
@@ -114,7 +114,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             "phase2": Pass(self.fusion_epochs, self.batch_size),
         }
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """w^0, the common initial weights, and γ̄ = 0."""
         model = task.common_model(self.title)
         initial = model.initial
@@ -122,22 +122,22 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         refuse_complex(f"{self.title}, personal_norm = 'low_rank'", model.complex, self.personal_norm)
         w = unpenalized_model(initial, self.exclude)
         refuse_computed_weights(model.module, w.ranks, self.title)
-        return Server(w, zeros_like(widen(initial)), {})
+        return ServerState(w, zeros_like(widen(initial)), {})
 
-    def client_init(self, task: Task, client: ClientInfo) -> Client:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """γ_i = 0, and p_i = 0 or w^0."""
         model = task.model(client)
         p = zeros_like(model.initial)
         if self.personal_start == "initial":
             # with normalizations too, w + p would begin with twice their scale
             p = zero_normalizations(model.initial, model.module)
-        return Client(zeros_like(widen(model.initial)), p)
+        return ClientState(zeros_like(widen(model.initial)), p)
 
-    def download(self, server: Server, client: ClientInfo) -> Weights:
+    def download(self, server: ServerState, client: ClientInfo) -> Weights:
         """w^t."""
         return server.w.weights
 
-    def local_update(self, state: Client, down: Weights, view: ClientView) -> tuple[Client, Params]:
+    def local_update(self, state: ClientState, down: Weights, view: ClientView) -> tuple[ClientState, Params]:
         """Both phases, from the same w^t."""
         model, w = view.model, unpack_weights(down, view.model.initial)
 
@@ -152,14 +152,14 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
         p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
-        return Client(add(state.gamma, sub(widen(w), w_i), 1 / self.eta_g), p), w_i
+        return ClientState(add(state.gamma, sub(widen(w), w_i), 1 / self.eta_g), p), w_i
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:
+    def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
         mean = {"w": Mean(widen(upload))}
         return mean if self.memory_efficient else {**mean, "replies": Each(upload)}
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         like = view.task.common_model(self.title).initial
         w, mean_w = widen(server.w.dense(like)), total["w"]
@@ -175,14 +175,14 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.global_norm, self.exclude, like
         )
         warn_if_all_zero(self.title, server.w, new, view.round)
-        return Server(new, gamma, gamma_by_client)
+        return ServerState(new, gamma, gamma_by_client)
 
-    def client_model(self, state: Client, down: Weights, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""
         w = unpack_weights(down, view.model.initial)
         mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.personal_norm))
         return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
-    def metrics(self, server: Server) -> dict[str, dict[str, float]]:
+    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of w."""
         return {"ranks": dict(server.w.ranks)}

@@ -52,7 +52,7 @@ Masks = dict[str, Tensor]
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The dense model w, and the mask of every client."""
 
     model: Params
@@ -107,7 +107,7 @@ def spread(values: Params, masks: Masks) -> Params:
 
 
 @dataclass(frozen=True)
-class FedSpa(Method[Server, Masks, Params, Upload]):
+class FedSpa(Method[ServerState, Masks, Params, Upload]):
     """Personal sparse masks on one dense model.
 
     Attributes:
@@ -129,12 +129,12 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         """Masked training, and the batch whose gradient says what grows."""
         return {"local": self.main_pass, "grow": Pass(1, self.batch_size, steps=1)}
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """w^0, and the masks as the clients draw them."""
         model = task.common_model(self.title)
         initial = model.initial
         refuse_computed_weights(model.module, layer_counts(initial, self.density), self.title)
-        return Server(initial, {str(c.id): self.client_init(task, c) for c in task.clients})
+        return ServerState(initial, {str(c.id): self.client_init(task, c) for c in task.clients})
 
     def client_init(self, task: Task, client: ClientInfo) -> Masks:
         """m_k at random in every layer."""
@@ -143,7 +143,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         order = {n: torch.randperm(initial[n].numel(), generator=(key / n).generator()) for n in counts}
         return {n: (o.reshape(initial[n].shape) < counts[n]).to(initial[n].device) for n, o in order.items()}
 
-    def download(self, server: Server, client: ClientInfo) -> Params:
+    def download(self, server: ServerState, client: ClientInfo) -> Params:
         """The values of m_k ⊙ w^t."""
         return on_mask(server.model, server.masks[str(client.id)])
 
@@ -168,16 +168,16 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)
 
-    def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
+    def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """The update, zero outside the client's mask, all with the same weight; and its next mask."""
         update = Mean(widen(spread(upload.update, server.masks[str(client.id)])))
         return {"update": update, "masks": Each(upload.masks)} if self.prune > 0 else {"update": update}
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """One step along the mean update."""
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
         model = cast_like(sub(server.model, total["update"]), server.model)
-        return Server(model, server.masks | masks)
+        return ServerState(model, server.masks | masks)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:
         """The values on the mask themselves; masks are no update."""

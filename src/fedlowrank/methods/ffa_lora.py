@@ -33,7 +33,7 @@ from .families.lora_family import Leaves, Message, Tuning, starting_factors, tra
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The mean B (with an A of no rows), and what is shared beside it."""
 
     factors: Factors
@@ -41,7 +41,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class FFALoRA(Method[Server, Params, Message, Message]):
+class FFALoRA(Method[ServerState, Params, Message, Message]):
     """A frozen, mean of B.
 
     Attributes:
@@ -53,7 +53,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """B = 0, or the model's trained one.
 
         Raises:
@@ -66,7 +66,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
                 f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not "
                 "learn. Leave embeddings out of target_modules, or choose fedit or fedsa_lora."
             )
-        return Server(_without_a(self._factors(task, rank)), self.tuning.shared_rest(model))
+        return ServerState(_without_a(self._factors(task, rank)), self.tuning.shared_rest(model))
 
     remarks = describe_ranks
     client_init = initial_rest
@@ -82,10 +82,12 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 
-    def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
+    def server_update(
+        self, server: ServerState, total: tuple[Factors, Params], view: ServerView
+    ) -> ServerState:
         """The mean of B, weighted by n_i."""
         factors, rest = total
-        return Server(factors, rest)
+        return ServerState(factors, rest)
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""

@@ -39,7 +39,7 @@ from .families.lora_family import Message, Scaling, Tuning, initial_factors, ran
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The mean update W of every layer, further initial components, and the shared rest."""
 
     delta: dict[str, Delta]
@@ -49,7 +49,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class FlexLoRA(Method[Server, Params, Message, Message]):
+class FlexLoRA(Method[ServerState, Params, Message, Message]):
     """Means of updates, truncated for each client.
 
     Attributes:
@@ -68,14 +68,14 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         "the server factorizes anew in every round, and gradients of other factors say nothing of these"
     )
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """W = 0, or the update of the model's trained factors."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        return Server(starting_deltas(model, self.form, max(ranks)), drawn, rest, scaling)
+        return ServerState(starting_deltas(model, self.form, max(ranks)), drawn, rest, scaling)
 
-    def download(self, server: Server, client: ClientInfo) -> Message:
+    def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components."""
         rank = self.tuning.rank_within(client, server.drawn)
         factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
@@ -88,7 +88,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     describe_update = describe_factor_update
     client_model = model_with_factors
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """W = Σ p_i s_i B_i A_i."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]
@@ -97,10 +97,10 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         blocks = weighted_blocks(shares, scales, factors)
         return replace(server, delta=update_deltas(server.delta, blocks, previous=0.0), rest=total["rest"])
 
-    def metrics(self, server: Server) -> dict[str, dict[str, float]]:
+    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
         """Rank of W."""
         return {"ranks": dict(measure_ranks(server.delta))}
 
-    def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
+    def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
         return model_with_update(view.model, server.delta, state | server.rest)

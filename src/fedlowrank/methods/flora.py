@@ -38,7 +38,7 @@ from .families.lora_family import (
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The stack of every round, and what is shared beside them."""
 
     history: UpdateHistory
@@ -54,7 +54,7 @@ class Download:
 
 
 @tree_dataclass
-class Own:
+class ClientState:
     """What a client keeps: the stacks so far, and its head where that is personal."""
 
     base: Base
@@ -62,7 +62,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class FLoRA(Method[Server, Own, Download, Message]):
+class FLoRA(Method[ServerState, ClientState, Download, Message]):
     """Stacked factors.
 
     Attributes:
@@ -81,24 +81,26 @@ class FLoRA(Method[Server, Own, Download, Message]):
     remarks = describe_ranks
     contribution = collect_factors
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """No stack yet, or the model's trained factors as the first."""
         self.tuning.ranks(task, self.title)
         model = task.common_model(self.title)
         lora, history = lora_of(model), UpdateHistory([], {})
         if lora.trained:
             history = history.with_update(scale_factors(lora.trained, lora.scale), [], self.tuning.wire)
-        return Server(history, self.tuning.shared_rest(model))
+        return ServerState(history, self.tuning.shared_rest(model))
 
-    def client_init(self, task: Task, client: ClientInfo) -> Own:
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
         """The base as it is."""
-        return Own(Base({}, []), self.tuning.own_rest(task.model(client)))
+        return ClientState(Base({}, []), self.tuning.own_rest(task.model(client)))
 
-    def download(self, server: Server, client: ClientInfo) -> Download:
+    def download(self, server: ServerState, client: ClientInfo) -> Download:
         """The stacks that are missing."""
         return Download(server.history.missing(client), server.rest)
 
-    def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
+    def local_update(
+        self, state: ClientState, down: Download, view: ClientView
+    ) -> tuple[ClientState, Message]:
         """Add the stacks, then train fresh factors."""
         lora = lora_of(view.model)
         rank = self.tuning.rank_of(view.info, lora)
@@ -108,33 +110,33 @@ class FLoRA(Method[Server, Own, Download, Message]):
         frozen, moved = base.frozen_factors_or_weights(self.keep, lora)
         end = train_leaves(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
         kept, upload = reply(self, end)
-        return Own(base, kept), upload
+        return ClientState(base, kept), upload
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """One more stack."""
         factors = [total["factors"][c.id] for c in view.replied]
         weights = [float(c.examples) for c in view.replied]
         scales = [self.tuning.scale_of(view.task, c) for c in view.replied]
         stack = weigh_factors(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
-        return Server(server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"])
+        return ServerState(server.history.with_update(stack, view.replied, self.tuning.wire), total["rest"])
 
     def describe_update(self, down: Download, client: ClientInfo, task: Task) -> Update:
         """The factors themselves, which begin anew; what is shared beside, relative to what was sent."""
         return Update({"factors": ZERO_REFERENCE, "rest": down.rest}, self.tuning.scale_of(task, client))
 
-    def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
+    def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""
         frozen, moved = self._base(state, down, lora_of(view.model)).frozen_factors_or_weights(
             self.keep, lora_of(view.model)
         )
         return ClientModel(view.model.initial | _params(view, frozen, moved, state.rest | down.rest))
 
-    def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
+    def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""
         frozen, _ = Base({}, server.history.updates).frozen_factors_or_weights("stacked", lora_of(view.model))
         return _params(view, frozen, {}, state.rest | server.rest)
 
-    def _base(self, state: Own, down: Download, lora: LoRA) -> Base:
+    def _base(self, state: ClientState, down: Download, lora: LoRA) -> Base:
         return state.base.with_updates(down.stacks, self.keep, lora)
 
 

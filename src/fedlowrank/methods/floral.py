@@ -62,7 +62,7 @@ Theta = Tensor | None
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """The model {u, a} and what the server's optimizer keeps."""
 
     model: dict[str, Any]
@@ -78,7 +78,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
+class FederatedFloral(Method[ServerState, Theta, dict[str, Any], Upload]):
     """Federated low-rank adaptive learning.
 
     Attributes:
@@ -130,13 +130,13 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         """Local training, and the steps in which a newcomer learns its router."""
         return self.router.passes(self.main_pass)
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """u^0, and adaptors that are zero."""
         model, key = task.common_model(self.title), task.key / "adaptors"
         where, u, how = adapted_of(self, model), model.initial, (self.random, self.initial_scale)
         warn_adapted_ranks(self.title, where)
         a = initial_adaptors(where, self.clusters, key, self.construction, u, *how)
-        return Server({"base": u, "adaptors": a}, initial_optimizer_state())
+        return ServerState({"base": u, "adaptors": a}, initial_optimizer_state())
 
     def client_init(self, task: Task, client: ClientInfo) -> Theta:
         """No θ until the client has trained."""
@@ -144,7 +144,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
             known_cluster(self.title, client, self.clusters)
         return None
 
-    def download(self, server: Server, client: ClientInfo) -> dict[str, Any]:
+    def download(self, server: ServerState, client: ClientInfo) -> dict[str, Any]:
         """What is shared, u and the adaptors; with optimal routing only the client's own."""
         if self.router.routing == "learned":
             return server.model
@@ -168,7 +168,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
         base = Mean(model["base"], client.examples)
         return {"base": base, "adaptors": by_cluster(model["adaptors"], weights)}
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
         old = widen(server.model)
         new = {"base": total["base"], "adaptors": cluster_means(old["adaptors"], total["adaptors"])}
@@ -180,7 +180,7 @@ class FederatedFloral(Method[Server, Theta, dict[str, Any], Upload]):
             u, a = model["base"], model["adaptors"]
             u, a = center_adaptors(u, a, p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
-        return Server(cast_like(model, server.model), optimizer_state)
+        return ServerState(cast_like(model, server.model), optimizer_state)
 
     def describe_update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
         """Relative to {u, a} as they were sent; π^k is no update."""

@@ -53,7 +53,7 @@ from .families.lora_family import (
 
 
 @tree_dataclass
-class Server:
+class ServerState:
     """Mean factors of rank r_max and scale 1, the shared rest, and the ranks of clients that pruned."""
 
     factors: Factors
@@ -63,7 +63,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class HetLoRA(Method[Server, Params, Message, Message]):
+class HetLoRA(Method[ServerState, Params, Message, Message]):
     """Zero padding, truncation and self-pruning.
 
     Attributes:
@@ -94,13 +94,13 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     remarks = describe_ranks
     client_init = initial_rest
 
-    def server_init(self, task: Task) -> Server:
+    def server_init(self, task: Task) -> ServerState:
         """A random A of the largest rank and B = 0, or the model's trained factors."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
-        return Server(starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
+        return ServerState(starting_factors(task, self.title, rank, 1.0), rest, scaling, {})
 
-    def download(self, server: Server, client: ClientInfo) -> Message:
+    def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
         own = self.tuning.rank_within(client, server.factors)
         rank = server.ranks.get(str(client.id), own)
@@ -121,7 +121,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             factors = scale_factors(truncate_factors(factors, kept), ratio)
         return self.tuning.personal_rest(end), self.tuning.message(factors, end["rest"])
 
-    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+    def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.examples)
         rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
@@ -137,7 +137,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = Each(None if rank == self.tuning.rank_within(client, server.factors) else rank)
         return {**found, "pruned": pruned} if self.prune < 1 else found
 
-    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+    def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Means of padded factors."""
         # without weight, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
@@ -158,7 +158,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         rank = rank_of_factors(down.factors)
         return adapted_model(view, leaves_of_message(down, state), self.tuning.scale(view, rank))
 
-    def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
+    def server_model(self, server: ServerState, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""
         return model_parameters(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
 

@@ -35,7 +35,7 @@ from ..core.tree import Params, add, cast_like, map_leaves, sub, tree_dataclass,
 
 
 @tree_dataclass
-class Controlled:
+class ControlledModel:
     """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up.
 
     Control variates are in float32 for parameters of half precision: what is rounded in one round would be
@@ -47,7 +47,7 @@ class Controlled:
 
 
 @dataclass(frozen=True)
-class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
+class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]):
     """Averaging with a correction of every local step by the difference of global and local mean gradient.
 
     Attributes:
@@ -72,16 +72,18 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
                 "Use plain SGD; weight decay and schedules are fine"
             )
 
-    def server_init(self, task: Task) -> Controlled:
+    def server_init(self, task: Task) -> ControlledModel:
         """The common initial weights, and c = 0."""
         x = task.common_model(self.title).initial
-        return Controlled(x, zeros_like(widen(x)))
+        return ControlledModel(x, zeros_like(widen(x)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """c_k = 0."""
         return zeros_like(widen(task.model(client).initial))
 
-    def local_update(self, state: Params, down: Controlled, view: ClientView) -> tuple[Params, Controlled]:
+    def local_update(
+        self, state: Params, down: ControlledModel, view: ClientView
+    ) -> tuple[Params, ControlledModel]:
         """Corrected SGD, then option II."""
         correction = ProximalTerm(linear=sub(state, down.control))
         y = view.train(
@@ -89,24 +91,26 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         )
         total_rate = self.optimizer.total_rate(view.round, view.steps("local"))
         if total_rate == 0:
-            return state, Controlled(sub(y, down.model), zeros_like(state))
+            return state, ControlledModel(sub(y, down.model), zeros_like(state))
         # the client adds what it sends, so that both sides hold the same sum
         change = map_leaves(lambda x, end, c: (x - end) / total_rate - c, widen(down.model), y, down.control)
-        return add(state, change), Controlled(sub(y, down.model), change)
+        return add(state, change), ControlledModel(sub(y, down.model), change)
 
-    def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:
+    def contribution(self, upload: ControlledModel, client: ClientInfo, server: ControlledModel) -> Mean:
         """Both differences, all clients with the same weight."""
         return Mean(widen(upload))
 
-    def server_update(self, server: Controlled, total: Controlled, view: ServerView) -> Controlled:
+    def server_update(
+        self, server: ControlledModel, total: ControlledModel, view: ServerView
+    ) -> ControlledModel:
         """A step along the mean; c moves by the share of the clients that replied."""
         model = cast_like(add(server.model, total.model, self.eta_g), server.model)
-        return Controlled(model, add(server.control, total.control, view.share))
+        return ControlledModel(model, add(server.control, total.control, view.share))
 
-    def describe_update(self, down: Controlled, client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: ControlledModel, client: ClientInfo, task: Task) -> Update:
         """Both differences themselves, relative to zeros."""
         return Update(zeros_like(down))
 
-    def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:
+    def client_model(self, state: Params, down: ControlledModel, view: ClientView) -> ClientModel:
         """The global model x."""
         return ClientModel(down.model)
