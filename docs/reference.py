@@ -62,12 +62,12 @@ ROOMS: list[tuple[str, str, str, list[str]]] = [
         "Write a method",
         "The contract of a method and what it may use. [Your own method](../tutorials/your-own-method.md) is the tutorial.",
         [
-            *_names("core.contract.method", "Method ClientView ServerView ProximalTerm PaddedDimensions"),
+            *_names("core.contract.method", "Method ClientView ServerView"),
+            *_names("core.contract.training_request", "ProximalTerm PaddedDimensions"),
             *_names("core.contract.task", "Task ClientInfo Pass Batch"),
             *_names("core.contract.contribution", "Mean Sum Each"),
             *_names("core.contract.client_model", "ClientModel"),
-            *_names("core.contract.update", "Update"),
-            *_names("core.contract.forms", "OneOf Lengths"),
+            *_names("core.contract.update", "Update OneOf Lengths"),
             *_names("core.key", "Key"),
             *_names(
                 "core.learning.batch_losses",

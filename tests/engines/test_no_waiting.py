@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Batch, ProximalTerm, Request
+from fedlowrank.core.contract.method import Batch, ProximalTerm
+from fedlowrank.core.contract.training_request import Request
 from fedlowrank.core.learning.batch_losses import task_loss
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.augment import NO_AUGMENT, Augment

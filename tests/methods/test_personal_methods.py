@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from contract import personal
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Batch, Request
+from fedlowrank.core.contract.method import Batch
+from fedlowrank.core.contract.training_request import Request
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation

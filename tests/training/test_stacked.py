@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import Batch, Request
+from fedlowrank.core.contract.method import Batch
+from fedlowrank.core.contract.training_request import Request
 from fedlowrank.core.learning.optimizer import SGD, Group
 from fedlowrank.training.cohort import Stack
 from fedlowrank.training.layer_rules import grouped_convolution

@@ -7,7 +7,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from ..core.contract.method import AnyMethod, ClientInfo, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, Task
+from ..core.contract.training_request import Trainer
 from ..data.federation import Federation
 from ..training.cohorts.cohort_view import Cohort
 from ..training.flops import forward_flops

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
+from ..core.contract.training_request import Trainer
 from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..data.dataset import Examples

@@ -28,7 +28,8 @@ from typing import Any, ClassVar, TypeVar
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
+from ..core.contract.training_request import Trainer
 from ..core.errors import NonFiniteError
 from ..data.dataset import Examples
 from ..data.federation import Federation

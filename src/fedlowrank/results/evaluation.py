@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.contract.download_cache import Downloads
-from ..core.contract.method import AnyMethod, ClientInfo, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, Task
+from ..core.contract.training_request import Trainer
 from ..core.errors import naming
 from ..core.key import generator_states
 from ..core.learning.losses import AUTO, Loss

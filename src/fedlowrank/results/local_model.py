@@ -12,8 +12,9 @@ import torch
 from ..core import tree
 from ..core.contract.client_model import ClientModel, ModelSum, Predictor
 from ..core.contract.hook_results import check_client_model
-from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task, Trainer
+from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
 from ..core.contract.model import Model
+from ..core.contract.training_request import Trainer
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.federation import Federation

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core import tree
-from ..core.contract.method import Batch, Request
+from ..core.contract.method import Batch
+from ..core.contract.training_request import Request
 from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
 from .feed import BufferPool, Feed, flat
 from .stacked import Stacked, UnsupportedError, stack, without_rows

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import ClientInfo, KeptState, Request, Trainer
+from ..core.contract.method import ClientInfo
+from ..core.contract.training_request import KeptState, Request, Trainer
 from ..core.errors import TaskError
 from ..core.learning.optimizer import OptimizerState
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import Batch, ProximalTerm, Request
+from ..core.contract.method import Batch, ProximalTerm
+from ..core.contract.training_request import Request
 from ..core.learning.batch_losses import check_loss
 from ..core.learning.optimizer import SGD, OptimizerState, Rates, clip
 from .kept_optimizers import slot_like

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
-from ..core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Request, Task
+from ..core.contract.method import AnyMethod, Batch, ClientInfo, ClientView, Task
 from ..core.contract.model import Model
+from ..core.contract.training_request import Request
 
 T = TypeVar("T")
 

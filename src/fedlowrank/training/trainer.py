@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contract.method import Batch, ClientInfo, Request
+from ..core.contract.method import Batch, ClientInfo
+from ..core.contract.training_request import Request
 from ..core.errors import LossError, NonFiniteError, naming
 from ..core.key import Key
 from ..models.architecture import Architecture

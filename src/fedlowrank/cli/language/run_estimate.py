@@ -8,7 +8,8 @@ from typing import Any
 import psutil
 import torch
 
-from ...core.contract.method import AnyMethod, Request
+from ...core.contract.method import AnyMethod
+from ...core.contract.training_request import Request
 from ...data.federation import Federation
 from ...engines.engine import client_view
 from ...engines.sequential import Sequential

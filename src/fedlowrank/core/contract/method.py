@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
@@ -14,33 +14,30 @@ from ..arguments.field_checks import CheckedFields
 from ..arguments.switch import refuse_unread_field
 from ..errors import ConfigError
 from ..key import Key
-from ..learning.optimizer import SGD, Optimizer, OptimizerState, refuse_keep
+from ..learning.optimizer import SGD, Optimizer, refuse_keep
 from ..tree import Params
 from .client_model import ClientModel
 from .contribution import Mean
-from .forms import Lengths, OneOf
 from .hook_results import check_function, check_passes, check_start
 from .hook_signatures import check_class
 from .model import Model
 from .task import Batch, ClientInfo, Pass, Task
-from .update import Update
+from .training_request import NO_PADDING, PaddedDimensions, ProximalTerm, Request, Trainer
+from .update import Lengths, OneOf, Update
 
 __all__ = [
     "AnyMethod",
     "Batch",
     "ClientInfo",
     "ClientView",
-    "KeptState",
     "Lengths",
     "Method",
     "OneOf",
     "PaddedDimensions",
     "Pass",
     "ProximalTerm",
-    "Request",
     "ServerView",
     "Task",
-    "Trainer",
     "Update",
 ]
 
@@ -49,202 +46,6 @@ C = TypeVar("C")  # state that a client keeps
 D = TypeVar("D")  # download: what the server sends to one client
 U = TypeVar("U")  # upload: what one client sends back
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ProximalTerm:
-    """A quadratic added to a loss: strength/2 ‖p - center‖² - ⟨linear, p⟩.
-
-    Its gradient, strength (p - center) - linear, is added in closed form and not by automatic
-    differentiation.
-
-    Attributes:
-        strength: at least 0.
-        center: a tree like the one that is trained; None where the strength is 0.
-        linear: a tree like it, or None for none.
-    """
-
-    strength: float = 0.0
-    center: Any = None
-    linear: Any = None
-
-
-@dataclass
-class KeptState:
-    """The state of an optimizer that goes on from the round before.
-
-    Attributes:
-        state: of the round before, or None; once the pass is over, the next one.
-    """
-
-    state: OptimizerState | None = None
-
-
-@dataclass(frozen=True)
-class PaddedDimensions:
-    """Dimensions in which clients differ and which zeros may pad without changing loss or gradients.
-
-    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and Adam leave them 0.
-
-    Attributes:
-        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
-        constants: likewise of ``constants``, whose first part is ``/0``.
-    """
-
-    start: Mapping[str, int] = field(default_factory=dict)
-    constants: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of :meth:`ClientView.train`, which describes the arguments.
-
-    Attributes:
-        loss: of a batch, given what is trained and the constants.
-        start: the tree that is trained.
-        name: of the pass.
-        optimizer: of the steps.
-        constants: trees that the functions take besides.
-        precondition: of the gradient, or None.
-        prox: after each step, or None.
-        proximal_term: of the loss, or None.
-        padded: dimensions in which clients may differ and are trained together all the same.
-        kept: where the optimizer's state comes from and goes to; None if it starts afresh and is not kept.
-    """
-
-    loss: Callable[..., Tensor]
-    start: Any
-    name: str
-    optimizer: Optimizer
-    constants: tuple[Any, ...]
-    precondition: Callable[..., Any] | None
-    prox: Callable[..., Any] | None
-    proximal_term: ProximalTerm | None = None
-    padded: PaddedDimensions = PaddedDimensions()
-    kept: KeptState | None = None
-
-
-class Trainer(Protocol):
-    """How an engine executes what a method asks of a client's data; see :class:`ClientView`."""
-
-    def train(self, request: Request) -> Any:
-        """Execute a training pass; returns a tree like its start."""
-        ...
-
-    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """Sum a statistic over the training data."""
-        ...
-
-    def steps(self, name: str) -> int:
-        """Number of steps in a pass."""
-        ...
-
-
-@dataclass(frozen=True)
-class ClientView:
-    """What a client may use besides its state: its model's code, its data through verbs, and its randomness.
-
-    Attributes:
-        info: what the server knows of it, too.
-        task: what is to be learnt.
-        model: the code of its model.
-        round: counted from 0.
-        key: randomness of this client in this round.
-        trainer: the engine's way to execute training; use the verbs below.
-    """
-
-    info: ClientInfo
-    task: Task
-    model: Model
-    round: int
-    key: Key
-    trainer: Trainer
-
-    def train(
-        self,
-        loss: Callable[..., Tensor],
-        start: T,
-        name: str,
-        optimizer: Optimizer,
-        *,
-        constants: tuple[Any, ...] = (),
-        precondition: Callable[..., T] | None = None,
-        prox: Callable[..., T] | None = None,
-        proximal_term: ProximalTerm | None = None,
-        padded: PaddedDimensions = PaddedDimensions(),
-    ) -> T:
-        """Train a tree of parameters by one pass over the local training data.
-
-        An engine may execute this for many clients at once; what differs between clients belongs in ``constants``.
-
-        Args:
-            loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
-            start: where to begin, a tree of floating-point tensors; left untouched.
-            name: which of the method's :meth:`Method.passes`.
-            optimizer: what to do with the gradient; its schedule is applied by the engine.
-            constants: further trees for the functions; no gradient is taken for them.
-            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
-                clipping, weight decay and momentum.
-            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate. Of
-                half precision all of it is in float32, and a step with its prox is rounded once.
-            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
-                before the rest.
-            padded: dimensions in which clients differ, such as the LoRA rank, and are trained together all the same.
-
-        Returns:
-            The trained tree, detached and contiguous.
-
-        Raises:
-            NonFiniteError: if a loss or a parameter becomes NaN or infinite.
-            TaskError: if one of the functions takes other arguments, or a number in ``start`` is no tensor.
-        """
-        check_start(start)
-        check_function("loss", loss, ("params", "batch"), constants)
-        if precondition is not None:
-            check_function("precondition", precondition, ("grads", "params"), constants)
-        if prox is not None:
-            check_function("prox", prox, ("params", "lr"), constants)
-        end: T = self.trainer.train(
-            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
-        )
-        return end
-
-    def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
-        """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
-
-        The statistic must itself sum over the batch by :meth:`Batch.total`. Sums of half precision come in
-        float32.
-        """
-        check_function("statistic", statistic, ("params", "batch"), constants)
-        return self.trainer.total(statistic, params, constants)
-
-    def steps(self, name: str) -> int:
-        """Number of optimizer steps that :meth:`train` takes in the pass of that name."""
-        return self.trainer.steps(name)
-
-
-@dataclass(frozen=True)
-class ServerView:
-    """What a server may use besides its state.
-
-    Attributes:
-        task: what is to be learnt.
-        round: counted from 0.
-        key: randomness of the server in this round.
-        replied: clients whose replies contributed to the total, in the order of their identifiers.
-        planned: share of the clients in a round as it is planned, where the number of replies is private.
-    """
-
-    task: Task
-    round: int
-    key: Key
-    replied: Sequence[ClientInfo] = ()
-    planned: float | None = None
-
-    @property
-    def share(self) -> float:
-        """Share of all clients whose replies contributed."""
-        return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
 @dataclass(frozen=True)
@@ -414,6 +215,113 @@ class Method(CheckedFields, Generic[S, C, D, U]):
     def metrics(self, server: S) -> dict[str, dict[str, float]]:
         """Numbers to record of the server after a round, by name and key; ``ranks`` holds its ranks."""
         return {}
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What a client may use besides its state: its model's code, its data through verbs, and its randomness.
+
+    Attributes:
+        info: what the server knows of it, too.
+        task: what is to be learnt.
+        model: the code of its model.
+        round: counted from 0.
+        key: randomness of this client in this round.
+        trainer: the engine's way to execute training; use the verbs below.
+    """
+
+    info: ClientInfo
+    task: Task
+    model: Model
+    round: int
+    key: Key
+    trainer: Trainer
+
+    def train(
+        self,
+        loss: Callable[..., Tensor],
+        start: T,
+        name: str,
+        optimizer: Optimizer,
+        *,
+        constants: tuple[Any, ...] = (),
+        precondition: Callable[..., T] | None = None,
+        prox: Callable[..., T] | None = None,
+        proximal_term: ProximalTerm | None = None,
+        padded: PaddedDimensions = NO_PADDING,
+    ) -> T:
+        """Train a tree of parameters by one pass over the local training data.
+
+        An engine may execute this for many clients at once; what differs between clients belongs in ``constants``.
+
+        Args:
+            loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
+            start: where to begin, a tree of floating-point tensors; left untouched.
+            name: which of the method's :meth:`Method.passes`.
+            optimizer: what to do with the gradient; its schedule is applied by the engine.
+            constants: further trees for the functions; no gradient is taken for them.
+            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
+                clipping, weight decay and momentum.
+            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate. Of
+                half precision all of it is in float32, and a step with its prox is rounded once.
+            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
+                before the rest.
+            padded: dimensions in which clients differ, such as the LoRA rank, and are trained together all the same.
+
+        Returns:
+            The trained tree, detached and contiguous.
+
+        Raises:
+            NonFiniteError: if a loss or a parameter becomes NaN or infinite.
+            TaskError: if one of the functions takes other arguments, or a number in ``start`` is no tensor.
+        """
+        check_start(start)
+        check_function("loss", loss, ("params", "batch"), constants)
+        if precondition is not None:
+            check_function("precondition", precondition, ("grads", "params"), constants)
+        if prox is not None:
+            check_function("prox", prox, ("params", "lr"), constants)
+        end: T = self.trainer.train(
+            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
+        )
+        return end
+
+    def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
+        """Sum ``statistic(params, batch, *constants)``, a tree, over the training data, without gradients.
+
+        The statistic must itself sum over the batch by :meth:`Batch.total`. Sums of half precision come in
+        float32.
+        """
+        check_function("statistic", statistic, ("params", "batch"), constants)
+        return self.trainer.total(statistic, params, constants)
+
+    def steps(self, name: str) -> int:
+        """Number of optimizer steps that :meth:`train` takes in the pass of that name."""
+        return self.trainer.steps(name)
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a server may use besides its state.
+
+    Attributes:
+        task: what is to be learnt.
+        round: counted from 0.
+        key: randomness of the server in this round.
+        replied: clients whose replies contributed to the total, in the order of their identifiers.
+        planned: share of the clients in a round as it is planned, where the number of replies is private.
+    """
+
+    task: Task
+    round: int
+    key: Key
+    replied: Sequence[ClientInfo] = ()
+    planned: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of all clients whose replies contributed."""
+        return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
 AnyMethod: TypeAlias = Method[Any, Any, Any, Any]

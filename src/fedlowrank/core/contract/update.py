@@ -1,4 +1,4 @@
-"""What in an upload is the client's update, as a value."""
+"""What in an upload is the client's update, and the forms that an upload may have, as values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Update:
             stand for its classes, and :data:`NO_UPDATE` or :data:`ZERO_REFERENCE` for a part. A part whose place has
             other parts is itself the update.
         scale: s of the products B A of factors in the upload; the effective update is s(B A - B₀ A₀).
-        form: types and shapes that an upload may have, with :class:`~fedlowrank.core.contract.forms.OneOf` and
-            :class:`~fedlowrank.core.contract.forms.Lengths` where clients differ; values mean nothing. None for the form that
+        form: types and shapes that an upload may have, with :class:`OneOf` and
+            :class:`Lengths` where clients differ; values mean nothing. None for the form that
             ``local_update`` returns if training changes every parameter. A server over a network validates uploads
             by it.
     """
@@ -34,3 +34,27 @@ class Update:
     reference: Any
     scale: float = 1.0
     form: Any = None
+
+
+class OneOf:
+    """In the form of an upload: a part that has one of several forms.
+
+    Args:
+        forms: trees, which may hold further choices.
+    """
+
+    def __init__(self, *forms: Any) -> None:
+        self.forms = forms
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In the form of an upload: a part whose tensors have a common length that a client chooses.
+
+    Attributes:
+        form: a tree; every dimension of 0 is that length.
+        most: the largest length; the smallest is 1.
+    """
+
+    form: Any
+    most: int

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...core import tree
-from ...core.contract.method import KeptState, ProximalTerm, Request
+from ...core.contract.method import ProximalTerm
+from ...core.contract.training_request import KeptState, Request
 from ...core.errors import NonFiniteError
 from ...core.learning.optimizer import OptimizerState
 from ..captured_variables import code_of

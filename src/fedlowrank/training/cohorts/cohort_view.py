@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.contract.method import ClientInfo, Trainer
+from ...core.contract.method import ClientInfo
+from ...core.contract.training_request import Trainer
 from ...core.key import Key
 from ..stacked import UnsupportedError, stack
 from .control_flow import require_agreement, unwrap_stacked

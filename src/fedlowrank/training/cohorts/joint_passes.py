@@ -1,8 +1,8 @@
 """One pass for several cohorts, whose clients differ in padded dimensions such as the LoRA rank.
 
 A cohort is called by itself, because its trees have a form of their own. Where it asks for a pass whose request declares
-dimensions that zeros may pad (:class:`fedlowrank.core.contract.method.PaddedDimensions`), the call ends; the passes of all
-cohorts are trained as one, and each cohort is called again with its part of the answer
+dimensions that zeros may pad (:class:`fedlowrank.core.contract.training_request.PaddedDimensions`), the call ends; the passes
+of all cohorts are trained as one, and each cohort is called again with its part of the answer
 (:mod:`.cohort_trainer` explains why a second call trains nothing again).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...core import tree
-from ...core.contract.method import Request
+from ...core.contract.training_request import Request
 from ..captured_variables import code_of
 from ..stacked import Stacked, stack, without_rows
 from ..steps import refill
