@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from ..adapters.mixtures.adapted_parameters import KINDS, Kind, warn_adapted_ranks
 from ..adapters.mixtures.mixture import EPS, Construction, Factor, check_ranks_or_budgets
-from ..adapters.mixtures.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights
+from ..adapters.mixtures.mixture_adaptors import Adaptors, center_adaptors, initial_adaptors, mix_weights
 from ..adapters.mixtures.parameter_budget import adaptor_warnings
 from ..adapters.mixtures.router import Router
 from ..core.contract.client_model import ClientModel
@@ -43,7 +43,7 @@ from ..core.learning.server_optimizer import (
     initial_optimizer_state,
     server_step,
 )
-from ..core.tree import cast_like, tree_dataclass, widen
+from ..core.tree import Params, cast_like, tree_dataclass, widen
 from .families.adaptors import adapted_of, mixed_model, preconditioner
 from .families.clusters import (
     by_cluster,
@@ -61,11 +61,18 @@ Theta = Tensor | None
 """θ of a client, once it has trained."""
 
 
+class AdaptorModel(TypedDict):
+    """{u, a}: the base's parameters by name, and by the name of what is adapted the adaptors of all clusters, or of one."""
+
+    base: Params
+    adaptors: Adaptors
+
+
 @tree_dataclass
 class ServerState:
     """The model {u, a} and what the server's optimizer keeps."""
 
-    model: dict[str, Any]
+    model: AdaptorModel
     optimizer_state: ServerOptimizerState
 
 
@@ -73,12 +80,12 @@ class ServerState:
 class Upload:
     """The trained {u, a}, and π^k where the server does not know it."""
 
-    model: dict[str, Any]
+    model: AdaptorModel
     pi: Tensor | None
 
 
 @dataclass(frozen=True)
-class FederatedFloral(Method[ServerState, Theta, dict[str, Any], Upload]):
+class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
     """Federated low-rank adaptive learning.
 
     Attributes:
@@ -144,14 +151,14 @@ class FederatedFloral(Method[ServerState, Theta, dict[str, Any], Upload]):
             known_cluster(self.title, client, self.clusters)
         return None
 
-    def download(self, server: ServerState, client: ClientInfo) -> dict[str, Any]:
+    def download(self, server: ServerState, client: ClientInfo) -> AdaptorModel:
         """What is shared, u and the adaptors; with optimal routing only the client's own."""
         if self.router.routing == "learned":
             return server.model
         own = known_cluster(self.title, client, self.clusters)
         return {"base": server.model["base"], "adaptors": select_cluster(server.model["adaptors"], own)}
 
-    def local_update(self, state: Theta, down: dict[str, Any], view: ClientView) -> tuple[Theta, Upload]:
+    def local_update(self, state: Theta, down: AdaptorModel, view: ClientView) -> tuple[Theta, Upload]:
         """Lines 2 to 5."""
         theta = zero_router_logits(down["adaptors"]) if state is None else state
         apply, scaled = mixed_model(self, view.model), preconditioner(self)
@@ -171,7 +178,10 @@ class FederatedFloral(Method[ServerState, Theta, dict[str, Any], Upload]):
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
         old = widen(server.model)
-        new = {"base": total["base"], "adaptors": cluster_means(old["adaptors"], total["adaptors"])}
+        new: AdaptorModel = {
+            "base": total["base"],
+            "adaptors": cluster_means(old["adaptors"], total["adaptors"]),
+        }
         model, optimizer_state = server_step(
             self.server_optimizer, old, new, server.optimizer_state, view.round
         )
@@ -182,11 +192,11 @@ class FederatedFloral(Method[ServerState, Theta, dict[str, Any], Upload]):
             model = {"base": u, "adaptors": a}
         return ServerState(cast_like(model, server.model), optimizer_state)
 
-    def describe_update(self, down: dict[str, Any], client: ClientInfo, task: Task) -> Update:
+    def describe_update(self, down: AdaptorModel, client: ClientInfo, task: Task) -> Update:
         """Relative to {u, a} as they were sent; π^k is no update."""
         return Update({"model": down, "pi": NO_UPDATE})
 
-    def client_model(self, state: Theta, down: dict[str, Any], view: ClientView) -> ClientModel:
+    def client_model(self, state: Theta, down: AdaptorModel, view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
         apply, fresh = mixed_model(self, view.model), zero_router_logits(down["adaptors"])
         theta = learn_router(self.router, down, fresh, apply, view) if state is None else state

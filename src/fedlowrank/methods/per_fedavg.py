@@ -35,6 +35,7 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, 
 from ..core.learning.batch_losses import gradient, supervised_loss, task_loss
 from ..core.learning.optimizer import SGD, Optimizer
 from ..core.tree import Params, add, dot, map_leaves, sub
+from .families.averaging import Weighting
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:
@@ -71,7 +72,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     alpha: float = 0.01
     variant: Literal["first_order", "hessian_free"] = "first_order"
     delta: float = 0.001
-    weighting: Literal["uniform", "examples"] = "uniform"
+    weighting: Weighting = "uniform"
 
     title = "Per-FedAvg"
     citation = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"

@@ -26,7 +26,6 @@ infers by its initial model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from ..core.contract.method import Batch, ClientInfo, ClientView, Method, Pass, 
 from ..core.learning.batch_losses import gradient, supervised_loss
 from ..core.learning.optimizer import SGD
 from ..core.tree import Params, add, cast_like, map_leaves, square_distance, sub, widen
+from .families.averaging import Weighting
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PFedMe(Method[Params, Params, Params, Params]):
     inner_lr: float = 0.05
     local_rounds: int | None = None
     beta: float = 1.0
-    weighting: Literal["uniform", "examples"] = "uniform"
+    weighting: Weighting = "uniform"
 
     title = "pFedMe"
     citation = "Dinh et al., NeurIPS 2020, arXiv:2006.08848"

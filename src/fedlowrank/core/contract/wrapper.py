@@ -6,16 +6,8 @@ from dataclasses import dataclass, field
 
 from .method import AnyMethod, C, D, Method, Pass, S, Task, U
 
-_DESCRIPTION = (
-    "title",
-    "citation",
-    "zero_step_settings",
-    "heterogeneous",
-    "needs_classes",
-    "uses_rounds",
-    "couples_examples",
-    "one_model",
-)
+_OF_THE_FIELDS = ("bounds", "keep_refusal")
+"""Class variables of :class:`Method` that describe a class's own fields; all others describe the method within."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class MethodWrapper(Method[S, C, D, U]):
     """Of the class alone; an object has that of the method within."""
 
     def __post_init__(self) -> None:
-        for name in _DESCRIPTION:
+        for name in described_names():
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def passes(self) -> dict[str, Pass]:
@@ -48,3 +40,12 @@ class MethodWrapper(Method[S, C, D, U]):
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """See the base class."""
         return self.inner.participants(sampled, everyone)
+
+
+def described_names() -> list[str]:
+    """The class variables of :class:`Method` that an object with a method within has from it."""
+    return [
+        name
+        for name, kind in Method.__annotations__.items()
+        if str(kind).startswith("ClassVar") and name not in _OF_THE_FIELDS
+    ]

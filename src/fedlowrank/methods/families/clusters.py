@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from ...core.learning.optimizer import SGD, Group, Optimizer
 from ...core.tree import Params
 
 T = TypeVar("T")
+Parts = TypeVar("Parts", bound=Mapping[str, Any])
 
 EMPTY = 1e-6
 """A cluster with a smaller share of the examples of a round has learnt nothing in it."""
@@ -40,13 +41,13 @@ def zero_router_logits(parts: Any) -> Tensor:
 
 def train_mixture(
     router: Router,
-    parts: dict[str, Any],
+    parts: Parts,
     theta: Tensor,
     apply: Apply,
     optimizer: Optimizer,
     view: ClientView,
     precondition: Callable[..., Any] | None = None,
-) -> tuple[dict[str, Any], Tensor]:
+) -> tuple[Parts, Tensor]:
     """The pass ``"local"``: one SGD on θ and all parts of the mixed model; Algorithm 1 of FLoRAL, lines 3 to 5.
 
     Args:
@@ -63,7 +64,7 @@ def train_mixture(
     """
     if router.weighs and view.round > 0:
         theta = weigh_clusters(router, parts, theta, apply, view)
-    start = {**parts, "theta": theta} if router.descends else parts
+    start: Any = {**parts, "theta": theta} if router.descends else parts
     if router.descends:
         optimizer = replace(optimizer, groups={**optimizer.groups, "theta": Group(router.lr, 0.0)})
     noises = router.noises(view.key / "noise", view.steps("local"), theta)
@@ -73,16 +74,16 @@ def train_mixture(
         return task_loss(apply(p, router.shares(z), batch.x), batch)
 
     end = view.train(loss, start, "local", optimizer, constants=(theta, noises), precondition=precondition)
-    trained = {name: end[name] for name in parts}
+    trained: Any = {name: end[name] for name in parts}
     return trained, end["theta"] if router.descends else theta
 
 
 def weigh_clusters(
-    router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView
+    router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
     """θ = -η f_k(w_c) of every cluster: π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
 
-    def summed_loss(parts: dict[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
+    def summed_loss(parts: Mapping[str, Any], batch: Batch, pi: Tensor) -> tuple[Tensor, Tensor]:
         return sum_losses(example_losses(apply(parts, pi, batch.x), batch), batch)
 
     sums = [view.total(summed_loss, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
@@ -91,7 +92,7 @@ def weigh_clusters(
 
 
 def learn_router(
-    router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView
+    router: Router, parts: Mapping[str, Any], theta: Tensor, apply: Apply, view: ClientView
 ) -> Tensor:
     """θ of a client that has none: by eq. 5, or by the pass ``"router"``, which trains nothing else."""
     if router.weighs:
@@ -99,7 +100,7 @@ def learn_router(
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
         return theta
 
-    def loss(p: dict[str, Tensor], batch: Batch, frozen: dict[str, Any]) -> Tensor:
+    def loss(p: dict[str, Tensor], batch: Batch, frozen: Mapping[str, Any]) -> Tensor:
         return task_loss(apply(frozen, router.shares(p["theta"]), batch.x), batch)
 
     return view.train(loss, {"theta": theta}, "router", SGD(lr=router.lr), constants=(parts,))["theta"]
