@@ -12,13 +12,16 @@ Y. Deng, M. M. Kamani, M. Mahdavi. 2020. arXiv:2003.13461, Algorithm 1, with ada
     server:                 w^{t+1} = Σ_{k∈S_t} n_k w_k / Σ_{k∈S_t} n_k                 server_update
     inference:              v̄ = a v + (1 - a) w^{t+1}                                   client_model
 
-All three gradients of a step are taken on the same batch at the same old w, v and a. They are those of the
-one loss F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's model whatever v and a. a is learnt
-against the client's concurrent local w and used with the global w received, never with the w_k it sent away.
-v is never replaced by the mixture. Choices: a adapts at every step, with the learning rate of the models
-unless ``optimizer.groups`` gives ``a`` its own; ``adaptive = false`` holds it at ``alpha``. Weight decay acts
-on w and v but not on a; clipping bounds the gradient of all three together. Differences from the paper: w is averaged with
-weights n_k, as FedAvg, where the paper takes the plain mean.
+All three gradients of a step are taken on the same batch at the same old w, v and a. They are those of the one loss
+F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's model whatever v and a. a is learnt against the
+client's concurrent local w and used with the global w received, never with the w_k it sent away. v is never replaced
+by the mixture.
+
+Choices: a adapts at every step, with the learning rate of the models unless ``optimizer.groups`` gives ``a`` its own;
+``adaptive = false`` holds it at ``alpha``. Weight decay acts on w and v but not on a; clipping bounds the gradient of
+all three together.
+
+Differences from the paper: w is averaged with weights n_k, as FedAvg, where the paper takes the plain mean.
 """
 
 from __future__ import annotations

@@ -8,10 +8,12 @@ T. Li, S. Hu, A. Beirami, V. Smith. ICML 2021. arXiv:2012.04221, Algorithm 1.
                                                                                         local_update
     server:                 w^{t+1} = Σ_{k∈S_t} n_k w_k / Σ_{k∈S_t} n_k                 server_update
 
-The anchor of the personal model is w^t as received, not the w_k just trained. The pass for w comes first, as
-in the paper, so it sees the examples in FedAvg's order and w is FedAvg's model bit for bit whatever λ; the
-pass for v has an order of its own. Differences from the paper: w is averaged with weights n_k, as FedAvg, where the paper
-leaves the solver of the global problem open.
+The anchor of the personal model is w^t as received, not the w_k just trained. The pass for w comes first, as in the
+paper, so it sees the examples in FedAvg's order and w is FedAvg's model bit for bit whatever λ; the pass for v has an
+order of its own.
+
+Differences from the paper: w is averaged with weights n_k, as FedAvg, where the paper leaves the solver of the global
+problem open.
 """
 
 from __future__ import annotations

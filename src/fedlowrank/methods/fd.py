@@ -10,10 +10,13 @@ augmentation).
                             keep θ_k; send F_k                                                  local_update
     server:                 remember F_k; leave one out: Ĝ_{k,j} = mean_{i≠k, i owns j} F_{i,j} server_update
 
-Outputs are probabilities: raw logits as targets diverge. A label that no other client owns has no target and
-its term is left out. Differences from the paper: F is taken in one pass after training (the paper accumulates it during
-training); under partial participation the mean is over each client's latest reply. Choices: clients of one
-architecture begin with the same initial weights.
+Outputs are probabilities: raw logits as targets diverge. A label that no other client owns has no target and its term
+is left out.
+
+Differences from the paper: F is taken in one pass after training (the paper accumulates it during training); under
+partial participation the mean is over each client's latest reply.
+
+Choices: clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations

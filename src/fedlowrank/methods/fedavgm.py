@@ -8,10 +8,11 @@ T.-M. H. Hsu, H. Qi, M. Brown. 2019. arXiv:1909.06335, FedAvg with server moment
                             v ← β v + Δ
                             w^{t+1} = w^t - η_s v                                       server_update
 
-v begins at zero. Δ points from the clients' mean to the old model, as a gradient does; with β = 0 and η_s = 1
-the server takes the clients' mean, which is FedAvg. v grows to Δ / (1 - β) where Δ stays the same, so a large
-β asks for a smaller learning rate of server or clients. Choices: the paper has η_s = 1; the momentum is the
-plain one and not Nesterov's. BatchNorm is treated as in FedAvg.
+v begins at zero. Δ points from the clients' mean to the old model, as a gradient does; with β = 0 and η_s = 1 the
+server takes the clients' mean, which is FedAvg. v grows to Δ / (1 - β) where Δ stays the same, so a large β asks for
+a smaller learning rate of server or clients.
+
+Choices: the paper has η_s = 1; the momentum is the plain one and not Nesterov's. BatchNorm is treated as in FedAvg.
 """
 
 from __future__ import annotations

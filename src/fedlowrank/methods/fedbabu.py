@@ -10,12 +10,13 @@ and body update).
     inference:              SGD on F_k from (φ, h), both, on the *training* data        client_model
                             (φ, h) as it is                                             client_model
 
-h is the head of the common initial weights: random, never trained before the fine-tuning, and never sent.
-Nothing of the fine-tuning is kept: it starts from the common model at each evaluation. By default it is that
-of the paper's comparisons, five epochs of the whole model. Choices: it uses the optimizer of the training
-unless ``fine_tuning_optimizer`` is given; ``fine_tuned_part = "head"`` or ``"body"`` trains that part alone,
-as in the paper's ablation. An evaluation costs ``fine_tuning_epochs`` of training for each client; evaluate
-rarely where that is dear.
+h is the head of the common initial weights: random, never trained before the fine-tuning, and never sent. Nothing of
+the fine-tuning is kept: it starts from the common model at each evaluation. By default it is that of the paper's
+comparisons, five epochs of the whole model.
+
+Choices: it uses the optimizer of the training unless ``fine_tuning_optimizer`` is given; ``fine_tuned_part = "head"``
+or ``"body"`` trains that part alone, as in the paper's ablation. An evaluation costs ``fine_tuning_epochs`` of
+training for each client; evaluate rarely where that is dear.
 """
 
 from __future__ import annotations

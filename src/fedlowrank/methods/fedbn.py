@@ -7,14 +7,15 @@ X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou. ICLR 2021. arXiv:2102.07623, Algorit
                             keep the scales and shifts b_k; send θ_k                    local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
-A client infers with θ as aggregated after the round and its own b_k. The running statistics, which the paper
-keeps local too, are each client's own in every method of this package
-(:mod:`fedlowrank.models.statistics.normalization`); what FedBN adds are local scales and shifts.
-Differences from the paper: the paper's mean is uniform; here it is weighted by n_k, as for FedAvg. Choices: all b_k
-begin with the common initial weights.
-``layers = "all"`` keeps those of group, layer and instance normalization local as well. A model
-without such layers is accepted with a remark and not refused: nothing stays at the client, so the run is
-FedAvg's, and one comparison can go over models with and without normalization.
+A client infers with θ as aggregated after the round and its own b_k. The running statistics, which the paper keeps
+local too, are each client's own in every method of this package (:mod:`fedlowrank.models.statistics.normalization`);
+what FedBN adds are local scales and shifts.
+
+Differences from the paper: the paper's mean is uniform; here it is weighted by n_k, as for FedAvg.
+
+Choices: all b_k begin with the common initial weights. ``layers = "all"`` keeps those of group, layer and instance
+normalization local as well. A model without such layers is accepted with a remark and not refused: nothing stays at
+the client, so the run is FedAvg's, and one comparison can go over models with and without normalization.
 """
 
 from __future__ import annotations

@@ -14,14 +14,13 @@ Compression is the SVD of each weight's update at the smallest rank that keeps a
 share rises linearly from ``energy_start`` to ``energy_end`` over the rounds
 (:func:`fedlowrank.linalg.factored.compress_update`).
 
-Choices: denominators and teachers are detached (each loss moves only its own model; W moves with the
-mentee's); *updates* are decomposed, not weights; the update is that of a round (the paper sends the gradient
-of a batch). A client that missed rounds needs the updates of those rounds too: the server keeps them and
-sends all that are missing, or the model itself once that is smaller. The paper's loss on attention maps
-belongs to transformers and has no counterpart here.
+Differences from the paper: the update is that of a round, where the paper sends the gradient of a batch. The loss on
+attention maps belongs to transformers and has no counterpart here. A client that missed rounds needs the updates of
+those rounds too: the server keeps them and sends all that are missing, or the model itself once that is smaller.
 
-Choices: updates are averaged with the weights n_k, as in FedAvg, over the sampled clients; mentors of
-clients of one architecture begin with the same initial weights.
+Choices: denominators and teachers are detached (each loss moves only its own model; W moves with the mentee's);
+*updates* are decomposed, not weights. Updates are averaged with the weights n_k, as in FedAvg, over the sampled
+clients. Mentors of clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations

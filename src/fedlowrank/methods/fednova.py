@@ -15,13 +15,14 @@ With s steps to go, this step included, it is
     momentum ρ              (1 - ρ^s) / (1 - ρ)
     proximal term μ         (1 - η μ)^(s-1)            with η the learning rate of the round
 
-so d_k is a mean of gradients however many steps a client takes, and a client with more examples does not
-count twice. Where all clients take as many steps, the result is FedAvg's. With μ > 0 the server takes
-τ_eff = Σ p_k τ_k, as the authors' code does. Weight decay and clipping are part of the gradient. Refused are
-optimizers for which the paper gives no a_k: AdamW, Nesterov's momentum, schedules within a round, and a
-proximal term beside momentum or groups of other learning rates. Choices: the server finds τ_k from n_k, E and
-B, which it knows, so that nothing but d_k is sent. Under privacy, where n_k is private, it takes one step an
-epoch for τ_k.
+so d_k is a mean of gradients however many steps a client takes, and a client with more examples does not count twice.
+Where all clients take as many steps, the result is FedAvg's. With μ > 0 the server takes τ_eff = Σ p_k τ_k, as the
+authors' code does. Weight decay and clipping are part of the gradient. Refused are optimizers for which the paper
+gives no a_k: AdamW, Nesterov's momentum, schedules within a round, and a proximal term beside momentum or groups of
+other learning rates.
+
+Choices: the server finds τ_k from n_k, E and B, which it knows, so that nothing but d_k is sent. Under privacy, where
+n_k is private, it takes one step an epoch for τ_k.
 """
 
 from __future__ import annotations

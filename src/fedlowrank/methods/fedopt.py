@@ -12,12 +12,13 @@ arXiv:2003.00295, Algorithm 2.
                             v ← v - (1 - β₂) Δ² sign(v - Δ²)        (FedYogi)
                             x_{t+1} = x_t + η m / (√v + τ)                              server_update
 
-All operations are by coordinate. m begins at zero and v at τ², the smallest value that the paper allows;
-there is no correction of their bias. τ is added outside of the root. Δ points from the old model to the
-clients' mean, hence the plus in the last line. Choices: the mean is weighted by n_k, as in the paper's
-experiments, where Algorithm 2 writes a plain one (``weighting = "uniform"``). β₁ = 0.9 and β₂ = 0.99 for
-FedAdam and FedYogi, and β₁ = 0 for FedAdagrad, as in the paper; it tunes η and τ for each data set.
-BatchNorm is treated as in FedAvg.
+All operations are by coordinate. m begins at zero and v at τ², the smallest value that the paper allows; there is no
+correction of their bias. τ is added outside of the root. Δ points from the old model to the clients' mean, hence the
+plus in the last line.
+
+Choices: the mean is weighted by n_k, as in the paper's experiments, where Algorithm 2 writes a plain one (``weighting
+= "uniform"``). β₁ = 0.9 and β₂ = 0.99 for FedAdam and FedYogi, and β₁ = 0 for FedAdagrad, as in the paper; it tunes η
+and τ for each data set. BatchNorm is treated as in FedAvg.
 """
 
 from __future__ import annotations

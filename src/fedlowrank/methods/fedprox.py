@@ -6,10 +6,11 @@ T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith. MLSys 2020. ar
     client k:               θ_k ≈ argmin F_k(θ) + μ/2 ‖θ - θ^t‖² by SGD from θ^t        local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
-The proximal term enters as μ (θ - θ^t) added to the gradient, which is its derivative. Differences from the paper: the paper
-samples clients with probability n_k/n and averages uniformly; here the sample is uniform and the mean
-weighted by n_k, as for FedAvg, so that μ = 0 is FedAvg exactly. All clients do the same number of epochs (no
-stragglers). BatchNorm is treated as in FedAvg.
+The proximal term enters as μ (θ - θ^t) added to the gradient, which is its derivative.
+
+Differences from the paper: the paper samples clients with probability n_k/n and averages uniformly; here the sample
+is uniform and the mean weighted by n_k, as for FedAvg, so that μ = 0 is FedAvg exactly. All clients do the same
+number of epochs (no stragglers). BatchNorm is treated as in FedAvg.
 """
 
 from __future__ import annotations

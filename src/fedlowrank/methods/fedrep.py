@@ -8,10 +8,13 @@ L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai. ICML 2021. arXiv:2102.07078,
                             keep h_k; send φ_k                                          local_update
     server:                 φ^{t+1} = Σ_{k∈S_t} n_k φ_k / Σ_{k∈S_t} n_k                 server_update
 
-The two phases alternate: neither sees gradients of the other's parameters (joint training is FedPer). A
-client infers with the representation as aggregated after the round and its own head h_k. As in the paper's
-experiments, ten epochs train the head and one the representation. Differences from the paper: the paper's mean is uniform,
-over clients of equal size; here it is weighted by n_k. Choices: all heads begin with the same initial weights.
+The two phases alternate: neither sees gradients of the other's parameters (joint training is FedPer). A client infers
+with the representation as aggregated after the round and its own head h_k. As in the paper's experiments, ten epochs
+train the head and one the representation.
+
+Differences from the paper: the paper's mean is uniform, over clients of equal size; here it is weighted by n_k.
+
+Choices: all heads begin with the same initial weights.
 """
 
 from __future__ import annotations

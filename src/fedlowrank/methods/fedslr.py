@@ -11,16 +11,17 @@ participation).
     server:                 γ̄ ← γ̄ + 1/M Σ_{i∈S_t} (w^t - w_i) / η_g
                             w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i - η_g γ̄    server_update
 
-M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every
-weight of two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The
-model is w + p_i; the series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter the gradient explicitly;
-the optimizer's weight decay is part of f_i in both phases. Differences from the paper: p_i starts at zero, where the authors'
-code starts it at w^0 (``personal_start``; and there, too, p_i of a normalization layer starts at zero here,
-for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the server (Algorithm 3); with
-``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other designs:
-``global_norm`` is the norm that λ weighs, ``personal_norm`` the one that μ weighs (the nuclear one leaves vectors of p_i
-as they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD,
-files of their own.
+M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every weight of
+two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The model is w + p_i; the
+series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter the gradient explicitly; the optimizer's weight
+decay is part of f_i in both phases.
+
+Differences from the paper: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and
+there, too, p_i of a normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs
+no γ_i on the server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end.
+Appendix A.3's other designs: ``global_norm`` is the norm that λ weighs, ``personal_norm`` the one that μ weighs (the
+nuclear one leaves vectors of p_i as they are); of a sparse w its entries travel, and a bit for each place. Those of
+A.2 are LPGD and GPGD, files of their own.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ arXiv:2001.01523, Algorithm 1 (supervised form, without the adversarial fairness
                             keep φ_k; send h_k                                          local_update
     server:                 h^{t+1} = Σ_{k∈S_t} n_k h_k / Σ_{k∈S_t} n_k                 server_update
 
-A client infers with its own representation φ_k and the head as aggregated after the round, not with the head
-it sent. Differences from the paper: the paper starts from models pre-trained by FedAvg; here all start from initial weights.
+A client infers with its own representation φ_k and the head as aggregated after the round, not with the head it sent.
+
+Differences from the paper: the paper starts from models pre-trained by FedAvg; here all start from initial weights.
 
 Choices: heads are averaged with the weights n_k, as in FedAvg, over the sampled clients. h^0 is the head of
 the first client's architecture; the φ_k of one architecture begin with the same initial weights.
