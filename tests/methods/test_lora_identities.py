@@ -10,23 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from contract import Reply, server_update
+from contract import Reply
 from fedlowrank.adapters.lora.lora_factors import lora_of
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
-from fedlowrank.core.contract.method import AnyMethod, ServerView
+from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.key import Key
 from fedlowrank.core.learning.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.sequential import Sequential
-from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.methods.families.effective_delta import Weighing
 from fedlowrank.methods.families.lora_family import Scaling, Tuning
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedex_lora import FedExLoRA
@@ -38,7 +33,6 @@ from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.rounds.run import Run
-from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.storage.client_store import ClientStore
 from fedlowrank.storage.state import State
 
@@ -59,7 +53,7 @@ def federation(
     return Federation.from_arrays(clients or arrays(), module, classes=CLASSES, rank=ranks)
 
 
-def close(a: Any, b: Any, atol: float = 1e-10) -> None:
+def same_trees(a: Any, b: Any, atol: float = 1e-10) -> None:
     tree.map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
 
 
@@ -118,21 +112,6 @@ def drawn(key: Key, rank: int) -> dict[str, Tensor]:
 # -- one method is another -----------------------------------------------------------------------------------
 
 
-def test_fedhl_at_full_rank_is_flexlora() -> None:
-    alike = {"split": "B", **LOCAL}
-    a = run_of(
-        FedHL(weighing=Weighing(by_examples=True), **alike), federation(FULL), participation=0.75, **QUIET
-    )
-    b = run_of(FlexLoRA(**alike), federation(FULL), participation=0.75, **QUIET)
-    close(whole(a), whole(b))
-    close(a.state.server.rest, b.state.server.rest)
-    # of lower rank it is not: the tail stays
-    low = federation((2, 2, 2, 2))
-    c = run_of(FedHL(weighing=Weighing(by_examples=True), **alike), low, participation=0.75, **QUIET)
-    d = run_of(FlexLoRA(**alike), low, participation=0.75, **QUIET)
-    assert max(float((whole(c)[n] - whole(d)[n]).norm()) for n in NAMES) > 1e-3
-
-
 def test_fedit_of_one_client_is_training_alone() -> None:
     run = run_of(FedIT(tuning=Tuning(rank=2), **LOCAL), federation([2], clients=arrays()[:1]), **QUIET)
     module = wrapped(run, 2, drawn(run.federation.key / "init", 2))
@@ -170,11 +149,11 @@ def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> N
         for kind in (HetLoRA, FedIT)
     )
     for info in a.federation.infos:
-        close(a.personal(info), b.personal(info), 1e-12)
+        same_trees(a.personal(info), b.personal(info), 1e-12)
     # the server of zero padding holds factors of scale 1
     for n in NAMES:
         mine, theirs = a.state.server.factors[n], b.state.server.factors[n]
-        close(mine.dense(), alpha / 3 * theirs.dense(), 1e-12)
+        same_trees(mine.dense(), alpha / 3 * theirs.dense(), 1e-12)
         assert float(theirs.b.norm()) > 1e-3
 
 
@@ -246,7 +225,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
         for k in ("merged", "stacked")
     )
     for k in range(4):
-        close(scores(a, k), scores(b, k))
+        same_trees(scores(a, k), scores(b, k))
     merged, stacked = (r.state.clients[max(r.state.clients)].base for r in (a, b))
     assert merged.dense or merged.stacks
     assert stacked.stacks
@@ -292,7 +271,7 @@ def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
         2, dataclasses.replace(run.state.server, scaling=Scaling(1.0, 2, 1.0)), run.state.clients
     )
     for k in range(4):
-        close(scores(run, k), before[k])
+        same_trees(scores(run, k), before[k])
 
 
 # -- nothing is lost -----------------------------------------------------------------------------------------
@@ -305,75 +284,6 @@ def zero_step_settings(method: AnyMethod, run: Run, steps: int = 3) -> float:
     for _ in range(steps):
         run.step()
     return max(float((whole(run)[n] - before[n]).abs().max()) for n in NAMES)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None:
-    tuning = Tuning(rank=2, scaling="alpha", wire=wire)
-    run = run_of(FedHL(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET)
-    assert zero_step_settings(FedHL(tuning=tuning, **REST), run) < 1e-12
-    run = run_of(
-        FlexLoRA(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET
-    )
-    assert zero_step_settings(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
-
-
-@pytest.mark.full
-@given(
-    ranks=st.lists(st.integers(1, 9), min_size=4, max_size=4),
-    who=st.sets(st.integers(0, 3), min_size=1),
-    kept=st.integers(0, 9),
-    wire=st.sampled_from(["float32", "bfloat16", "int8"]),
-    split=st.sampled_from(["sqrt", "B", "A"]),
-    weighing=st.builds(Weighing, error=st.sampled_from(["relative", "absolute", "squared"]), per_layer=st.booleans(),
-                       by_examples=st.booleans(), temperature=st.sampled_from([0.0, 1.0])),
-    form=st.sampled_from([DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=9), DeltaForm("auto")]),
-    seed=st.integers(0, 99),
-)  # fmt: skip
-def test_a_step_of_fedhl_adds_what_clients_changed(
-    ranks: list[int],
-    who: set[int],
-    kept: int,
-    wire: Any,
-    split: Any,
-    weighing: Weighing,
-    form: DeltaForm,
-    seed: int,
-) -> None:
-    method = FedHL(
-        weighing=weighing, split=split, form=form, tuning=Tuning(wire=wire, scaling="alpha"), **LOCAL
-    )
-    run = Run(method, ranked(ranks), RunSettings(rounds=1), Sequential())
-    rng = np.random.default_rng(seed)
-    blocks = {
-        n: [(1.0, random_pair(rng, d, kept, k))]
-        for n, (d, k) in lora_of(run.task.architectures["model"]).shapes.items()
-    }
-    server = dataclasses.replace(run.state.server, delta=update_deltas(run.state.server.delta, blocks))
-    replies, changed = [], {n: [] for n in NAMES}
-    for info in (run.federation.infos[k] for k in sorted(who)):
-        sent = unpack_factors(method.download(server, info).message.factors)
-        up = method.tuning.message(
-            {
-                n: Pair(p.b + torch.from_numpy(rng.normal(size=p.b.shape)).to(p.b), p.a)
-                for n, p in sent.items()
-            },
-            server.rest,
-        )
-        replies.append(Reply(info, up))
-        arrived = unpack_factors(up.factors)
-        for n in NAMES:
-            change = arrived[n].b.double() @ arrived[n].a.double() - sent[n].b.double() @ sent[n].a.double()
-            changed[n].append(8 / ranks[info.id] * change)
-    new = server_update(method, server, replies, ServerView(run.task, 0, Key((0,))))
-    for n in NAMES:
-        p = weighing.weigh(
-            server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies]
-        )
-        assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)
-        wanted = server.delta[n].dense() + sum(w * c for w, c in zip(p.weights[n], changed[n], strict=True))
-        torch.testing.assert_close(new.delta[n].dense(), wanted, rtol=0, atol=1e-11)
 
 
 def random_pair(rng: np.random.Generator, d: int, r: int, k: int) -> Pair:
