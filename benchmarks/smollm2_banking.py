@@ -173,6 +173,8 @@ def run_arm(
     on = experiment.federation()
     run = Run(experiment.build_method(method), on, experiment.run, ENGINES["sequential"]())
     language: Any = run.federation.companion
+    if ends := [note for note in language.loaded.notes if "ends a text by" in note]:
+        sys.exit(f"{ends[0]} Make the folder anew with fedlowrank base smollm2")
     model = language.model.to(device)
     folders = AdapterFolders(model, language.loaded)
     scale = folders._lora.scale
@@ -284,6 +286,12 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
         for row in collect(len(RATES) * len(tuned)):
             if "error" not in row:
                 losses.setdefault(row["arm"], {})[row["lr"]] = row["rounds"][-1]["loss"]
+        if missing := [arm for arm in tuned if len(losses.get(arm, {})) < len(RATES)]:
+            for worker in workers:
+                worker.terminate()
+            sys.exit(
+                f"{time.perf_counter() - start:.0f} s were over before all rates of {missing} were tried"
+            )
         rates = {arm: min(found, key=found.__getitem__) for arm, found in losses.items()}
         rates |= {"control_fedhl": rates["fedhl_examples"], "control_flexlora": rates["fedhl_examples"]}
         print(f"{time.perf_counter() - start:.0f} s", rates, flush=True)
