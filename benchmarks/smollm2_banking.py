@@ -283,15 +283,14 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
             for arm in tuned:
                 queue.put((arm, rate, TUNING_SEED, "val", 5))
         losses: dict[str, dict[float, float]] = {}
-        for row in collect(len(RATES) * len(tuned)):
-            if "error" not in row:
-                losses.setdefault(row["arm"], {})[row["lr"]] = row["rounds"][-1]["loss"]
-        if missing := [arm for arm in tuned if len(losses.get(arm, {})) < len(RATES)]:
+        tried = collect(len(RATES) * len(tuned))
+        if len(tried) < len(RATES) * len(tuned):
             for worker in workers:
                 worker.terminate()
-            sys.exit(
-                f"{time.perf_counter() - start:.0f} s were over before all rates of {missing} were tried"
-            )
+            sys.exit(f"{limit:g} s were over after {len(tried)} of {len(RATES) * len(tuned)} runs of tuning")
+        for row in tried:
+            if "error" not in row:
+                losses.setdefault(row["arm"], {})[row["lr"]] = row["rounds"][-1]["loss"]
         rates = {arm: min(found, key=found.__getitem__) for arm, found in losses.items()}
         rates |= {"control_fedhl": rates["fedhl_examples"], "control_flexlora": rates["fedhl_examples"]}
         print(f"{time.perf_counter() - start:.0f} s", rates, flush=True)
