@@ -21,10 +21,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from ..core import tree
 from ..core.contract.hook_results import check_pair
@@ -78,6 +78,18 @@ class _Member:
     local: LocalTrainer
 
 
+class _Together(Protocol):
+    """Local training of all clients of a cohort at once."""
+
+    def __call__(self, members: Sequence[_Member], trainer: CohortTrainer) -> Found: ...
+
+
+class _Alone(Protocol):
+    """Local training of one client, by its own trainer if none is given."""
+
+    def __call__(self, member: _Member, trainer: Trainer | None = None) -> tuple[int, ClientResult]: ...
+
+
 @dataclass
 class Vectorized(Engine):
     """Clients of like shapes, batched; equal to the sequential engine up to rounding."""
@@ -126,7 +138,7 @@ class Vectorized(Engine):
     ) -> list[T]:
         """See the base class: clients of one architecture whose trees have one form are a cohort."""
         self._title = method.title
-        groups: dict[Any, list[tuple[int, LocalTrainer]]] = {}
+        groups: dict[Hashable, list[tuple[int, LocalTrainer]]] = {}
         for place, (info, value) in enumerate(clients):
             local = self.trainer(method, federation, round, info)
             groups.setdefault((info.architecture, tree.form(value)), []).append((place, local))
@@ -151,16 +163,16 @@ class Vectorized(Engine):
     def _run_block(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> list[ClientResult]:
-        groups: dict[Any, list[_Member]] = {}
+        groups: dict[Hashable, list[_Member]] = {}
         settings = repr(method)
         for place, job in enumerate(jobs):
             member = _Member(place, job, self.trainer(method, federation, round, job.client))
-            kind = settings, job.client.architecture, tree.form(job.state), tree.form(job.down)
-            groups.setdefault(kind, []).append(member)
+            form = settings, job.client.architecture, tree.form(job.state), tree.form(job.down)
+            groups.setdefault(form, []).append(member)
         found: Found = []
         update = partial(self._update, method, federation, task, round)
         alone = partial(self._alone, method, federation, task, round)
-        by_architecture: dict[Any, list[tuple[Any, list[_Member]]]] = {}
+        by_architecture: dict[str, list[tuple[Hashable, list[_Member]]]] = {}
         for kind, members in groups.items():
             # clients with the most steps first, in every pass
             members = sorted(members, key=lambda m: -len(m.local.data.examples))
@@ -168,7 +180,7 @@ class Vectorized(Engine):
             parts = -(-len(members) * size // ROOM) or 1
             bounds = [len(members) * k // parts for k in range(parts + 1)]
             cut = [(kind, members[a:b]) for a, b in itertools.pairwise(bounds)]
-            by_architecture.setdefault(kind[1], []).extend(cut)
+            by_architecture.setdefault(members[0].job.client.architecture, []).extend(cut)
         for cohorts in by_architecture.values():
             everyone = [m for _, members in cohorts for m in members]
             if len({m.job.client.rank for m in everyone}) > 1 and len(everyone) >= FEW:
@@ -178,10 +190,12 @@ class Vectorized(Engine):
                 found += self._run_cohort(kind, members, update, alone)
         return [result for _, result in sorted(found, key=lambda pair: pair[0])]
 
-    def _run_unequal_ranks(self, cohorts: list[tuple[Any, list[_Member]]], update: Any, alone: Any) -> Found:
+    def _run_unequal_ranks(
+        self, cohorts: list[tuple[Hashable, list[_Member]]], update: _Together, alone: _Alone
+    ) -> Found:
         """The results of cohorts that differ in rank: each is called by itself, and their passes are trained as one."""
         found: Found = []
-        together: list[tuple[Any, list[_Member]]] = []
+        together: list[tuple[Hashable, list[_Member]]] = []
         for kind, members in cohorts:
             if self._memory.is_equal.get(kind) is False or not self._may_stack(members[0].local):
                 found += [alone(member) for member in members]
@@ -200,7 +214,7 @@ class Vectorized(Engine):
                     results |= [alone(_fresh(member)) for member in members]
         return [*results.items()]
 
-    def _run_cohort(self, kind: Any, members: list[_Member], update: Any, alone: Any) -> Found:
+    def _run_cohort(self, kind: Hashable, members: list[_Member], update: _Together, alone: _Alone) -> Found:
         """The results of clients of one kind, called at once if that gives what each gives alone."""
         known = self._memory.is_equal.get(kind)
         if len(members) < FEW or known is False or not self._may_stack(members[0].local):
@@ -255,7 +269,7 @@ class Vectorized(Engine):
         task: Task,
         round: int,
         member: _Member,
-        trainer: Any = None,
+        trainer: Trainer | None = None,
     ) -> tuple[int, ClientResult]:
         """The result of one client with plain tensors, as the sequential engine gives it."""
         try:
@@ -266,7 +280,7 @@ class Vectorized(Engine):
             return member.place, ClientResult(None, None, Meter(), error)
         return member.place, ClientResult(state, upload, member.local.meter)
 
-    def _check(self, member: _Member, found: dict[int, ClientResult], alone: Any) -> bool:
+    def _check(self, member: _Member, found: dict[int, ClientResult], alone: _Alone) -> bool:
         """Whether a client's state and upload are those that it gives alone, up to rounding."""
         expected, got = alone(_fresh(member))[1], found[member.place]
         if expected.error is not None or got.error is not None:
