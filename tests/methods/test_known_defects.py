@@ -32,7 +32,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedkd import FedKD
-from fedlowrank.methods.fedproto import Client, FedProto, Prototypes
+from fedlowrank.methods.fedproto import ClientState, FedProto, Prototypes
 from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.fml import FML
 from fedlowrank.methods.lg_fedavg import LGFedAvg
@@ -464,7 +464,7 @@ def test_the_nearest_prototype_is_never_of_a_class_without_one(known: list[bool]
     run, protos = proto_run("nearest", known)
     # at the origin, where a class without prototype holds its zeros, such a class would be the nearest
     small = {n: p * 1e-3 for n, p in run.state.clients[0].model.items()}
-    state = Client(small, run.state.clients[0].own)
+    state = ClientState(small, run.state.clients[0].own)
     x = torch.cat([c.test.x for c in run.federation.clients])
     r = reference.forward(layers(small), x.double().numpy())[0][-1]
     gap = ((r[:, None, :] - protos.mean.numpy()[None]) ** 2).sum(2)
