@@ -25,6 +25,7 @@ difference is not about truncation.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import itertools
 import json
@@ -173,8 +174,8 @@ def run_arm(
     on = experiment.federation()
     run = Run(experiment.build_method(method), on, experiment.run, ENGINES["sequential"]())
     language: Any = run.federation.companion
-    if ends := [note for note in language.loaded.notes if "ends a text by" in note]:
-        sys.exit(f"{ends[0]} Make the folder anew with fedlowrank base smollm2")
+    if language.loaded.notes:
+        sys.exit(f"{' '.join(language.loaded.notes)} Make the folder anew with fedlowrank base smollm2")
     model = language.model.to(device)
     folders = AdapterFolders(model, language.loaded)
     scale = folders._lora.scale
@@ -264,7 +265,9 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
     for worker in workers:
         worker.start()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a") as file:
+    with out.open("a") as file, contextlib.ExitStack() as stack:
+        for worker in workers:
+            stack.callback(worker.terminate)
 
         def collect(count: int) -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = []
@@ -285,8 +288,6 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
         losses: dict[str, dict[float, float]] = {}
         tried = collect(len(RATES) * len(tuned))
         if len(tried) < len(RATES) * len(tuned):
-            for worker in workers:
-                worker.terminate()
             sys.exit(f"{limit:g} s were over after {len(tried)} of {len(RATES) * len(tuned)} runs of tuning")
         for row in tried:
             if "error" not in row:
@@ -298,8 +299,6 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
             for arm in ARMS:
                 queue.put((arm, rates[arm], seed, "test", 10))
         collect(seeds * len(ARMS))
-    for worker in workers:
-        worker.terminate()
 
 
 def table(out: Path) -> str:

@@ -145,7 +145,7 @@ def test_fedhl_at_full_rank_is_flexlora() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None:
+def test_a_round_without_training_keeps_w_in_fedhl_and_not_in_flexlora(wire: Any) -> None:
     tuning = Tuning(rank=2, scaling="alpha", wire=wire)
     run = run_of(FedHL(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET)
     assert zero_step_settings(FedHL(tuning=tuning, **REST), run) < 1e-12

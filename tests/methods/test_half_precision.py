@@ -51,7 +51,7 @@ from fedlowrank.methods.families.base_updates import Base
 from fedlowrank.methods.families.lora_family import Message, Tuning
 from fedlowrank.methods.fd import Outputs
 from fedlowrank.methods.feddyn import Download
-from fedlowrank.methods.fedproto import Upload as Prototypes
+from fedlowrank.methods.fedproto import Upload as FedProtoUpload
 from fedlowrank.methods.fedspa import Upload
 from fedlowrank.methods.floral import Upload as FloralUpload
 from fedlowrank.methods.scaffold import ControlledModel
@@ -427,7 +427,7 @@ def test_prototypes_of_many_clients(dtype: torch.dtype) -> None:
     for c in run.task.clients:
         own = some_labels(g)
         count = torch.randint(1, c.examples + 1, own.shape, generator=g)
-        sent.append(Prototypes(own, torch.rand(len(own), 5, generator=g) + 1, count))
+        sent.append(FedProtoUpload(own, torch.rand(len(own), 5, generator=g) + 1, count))
     found = served(run.method, run.state.server, run.task, sent, 0)
     for j in range(4):
         mean = torch.cat([u.mean[u.labels == j] for u in sent]).double()

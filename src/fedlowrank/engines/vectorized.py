@@ -295,11 +295,9 @@ class Vectorized(Engine):
 
     def _may_stack(self, local: LocalTrainer) -> bool:
         """Whether all models of a client are standard; if not, the reason is said once."""
-        for model in local.models:
-            if reason := model.beyond_standard:
-                self._log(f"runs one client after another: {reason}")
-                return False
-        return True
+        if reason := local.beyond_standard:
+            self._log(f"runs one client after another: {reason}")
+        return reason is None
 
     def _log_pass(self, name: str, reason: object) -> None:
         """Say once why the clients of a pass are not batched."""

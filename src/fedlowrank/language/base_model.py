@@ -327,12 +327,15 @@ def _new_parts(model: Any, base: LanguageBase, new: list[str]) -> tuple[tuple[st
     return (*head, *modules), notes
 
 
+def end_tokens(config: Any) -> set[int]:
+    """The tokens at which a model stops by a configuration of transformers, which names none, one or several."""
+    given = getattr(config, "eos_token_id", None)
+    return {i for i in (given if isinstance(given, (list, tuple)) else [given]) if i is not None}
+
+
 def _compare_ends(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
     """Compare the tokenizer's end of text, which training teaches, with the tokens at which the model stops."""
-    ends: set[int] = set()
-    for config in (model.config, getattr(model, "generation_config", None)):
-        given = getattr(config, "eos_token_id", None)
-        ends |= {i for i in (given if isinstance(given, (list, tuple)) else [given]) if i is not None}
+    ends = end_tokens(model.config) | end_tokens(getattr(model, "generation_config", None))
     end = tokenizer.eos_token_id
     if end is None or not ends or end in ends:
         return []

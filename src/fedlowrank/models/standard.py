@@ -65,7 +65,7 @@ def is_standard(module: nn.Module) -> bool:
     Batch normalization counts as standard: the engines set its mode themselves. Asked anew for every pass,
     because a hook may be registered, or a layer replaced, between two rounds.
     """
-    return not has_hooks(module) and all(_is_standard_layer(layer) for layer in module.modules())
+    return find_other_layer(module) is None
 
 
 def find_other_layer(module: nn.Module) -> str | None:

@@ -148,7 +148,12 @@ class LocalTrainer:
     @property
     def has_standard_models(self) -> bool:
         """Whether all layers of all models are standard."""
-        return all(m.is_standard for m in self.models)
+        return self.beyond_standard is None
+
+    @property
+    def beyond_standard(self) -> str | None:
+        """Why a model is not standard, of the first that is not, for a message; None if all are."""
+        return next((reason for m in self.models if (reason := m.beyond_standard)), None)
 
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.

@@ -25,8 +25,8 @@ class Update:
             stand for its classes, and :data:`NO_UPDATE` or :data:`ZERO_REFERENCE` for a part. A part whose place has
             other parts is itself the update.
         scale: s of the products B A of factors in the upload; the effective update is s(B A - B₀ A₀).
-        form: types and shapes that an upload may have, with :class:`OneOf` and
-            :class:`Lengths` where clients differ; values mean nothing. None for the form that
+        form: types and shapes that an upload may have, with :class:`OneOf` and :class:`Lengths`
+            where clients differ; values mean nothing. None for the form that
             ``local_update`` returns if training changes every parameter. A server over a network validates uploads
             by it.
     """

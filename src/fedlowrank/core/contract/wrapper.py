@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 
 from .method import AnyMethod, C, D, Method, Pass, S, Task, U
 
-_OF_THE_FIELDS = ("bounds", "keep_refusal")
-"""Class variables of :class:`Method` that describe a class's own fields; all others describe the method within."""
+# those of the fields are the wrapper's own
+_DESCRIPTION = [
+    name
+    for name, kind in Method.__annotations__.items()
+    if str(kind).startswith("ClassVar") and name not in ("bounds", "keep_refusal")
+]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class MethodWrapper(Method[S, C, D, U]):
     """Of the class alone; an object has that of the method within."""
 
     def __post_init__(self) -> None:
-        for name in described_names():
+        for name in _DESCRIPTION:
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def passes(self) -> dict[str, Pass]:
@@ -40,12 +44,3 @@ class MethodWrapper(Method[S, C, D, U]):
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
         """See the base class."""
         return self.inner.participants(sampled, everyone)
-
-
-def described_names() -> list[str]:
-    """The class variables of :class:`Method` that an object with a method within has from it."""
-    return [
-        name
-        for name, kind in Method.__annotations__.items()
-        if str(kind).startswith("ClassVar") and name not in _OF_THE_FIELDS
-    ]

@@ -18,6 +18,7 @@ from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
 from ...models.stateless import exchange_slots
+from ..base_model import end_tokens
 from ..optional import import_library
 
 
@@ -197,9 +198,7 @@ def _check_lengths(model: Any, tokens: Sequence[Sequence[int]], decoding: Decodi
 
 
 def _end_tokens(model: Any, tokenizer: Any, decoding: Decoding) -> set[int]:
-    config = getattr(model, "generation_config", None)
-    given = getattr(config, "eos_token_id", None)
-    ends = set(given) if isinstance(given, (list, tuple)) else {given}
+    ends: set[int | None] = {*end_tokens(getattr(model, "generation_config", None))}
     # a special token is no part of the text; any other string would have the number of the unknown token
     special = [text for text in decoding.stop if text in tokenizer.all_special_tokens]
     ends |= {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, special)}
