@@ -43,6 +43,22 @@ def test_the_cost_of_every_size_follows_from_short_texts(implementation: str) ->
         assert ledger.total("step", {size: 2}) == 2 * counted(model, *size)
 
 
+def test_what_a_batch_shares_is_learnt() -> None:
+    weight, angles = torch.zeros(6, 6), torch.zeros(1, 8, 1)
+
+    def step(texts: int, tokens: int) -> int:
+        x = torch.zeros(texts, tokens, 6)
+        with FlopCounter() as counter:
+            # rotations as products of angles and positions, equal for all texts
+            angles @ torch.zeros(1, 1, tokens)
+            x @ weight @ x.transpose(1, 2)
+        return int(counter.total)
+
+    ledger = FlopLedger()
+    assert ledger.fit("step", step, 64)
+    assert ledger.total("step", {(4, 50): 1}) == 2 * (8 * 50 + 4 * (50 * 36 + 50 * 50 * 6))
+
+
 def test_a_cost_that_is_no_square_of_the_length_is_not_learnt() -> None:
     ledger = FlopLedger()
     assert not ledger.fit("cubic", lambda b, t: b * t**3, 64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import DispatchKey
@@ -83,7 +83,7 @@ class FlopLedger:
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
-        self._fits: dict[Any, tuple[int, int, int] | None] = {}
+        self._fits: dict[Any, TextCost | None] = {}
 
     @contextlib.contextmanager
     def counting(self, kind: Any, size: BatchSize) -> Iterator[None]:
@@ -108,8 +108,9 @@ class FlopLedger:
     def fit(self, kind: Any, count: Callable[[int, int], int], widest: int) -> bool:
         """Learn the cost of all steps of a kind on texts from a few short ones.
 
-        A transformer takes b (c + α T + β T²) operations for b texts of T tokens. Three lengths give the numbers; a fourth
-        length and two texts must come to the same exactly, or nothing is learnt.
+        A transformer takes b (c + α T + β T²) + γ + δ T operations for b texts of T tokens; γ and δ are those that a batch
+        shares, such as the rotations of positions where they are a matrix product. Three lengths and two texts give the
+        numbers; another length and number of texts must come to the same exactly, or nothing is learnt.
 
         Args:
             kind: see :meth:`counting`.
@@ -120,7 +121,7 @@ class FlopLedger:
             Whether the cost of every size is known now.
         """
         if not self.has_tried(kind):
-            self._fits[kind] = None if widest < 4 else _quadratic(count, max(1, min(8, widest // 4)))
+            self._fits[kind] = None if widest < 4 else _fit_texts(count, max(1, min(8, widest // 4)))
         return self.is_fitted(kind)
 
     def is_fitted(self, kind: Any) -> bool:
@@ -135,17 +136,43 @@ class FlopLedger:
         fitted = self._fits.get(kind)
         if (kind, size) in self._known or fitted is None:
             return self._known[kind, size]
-        texts, tokens = size
-        constant, linear, square = fitted
-        return texts * (constant + linear * tokens + square * tokens**2)
+        return fitted.of(*size)
 
 
-def _quadratic(count: Callable[[int, int], int], unit: int) -> tuple[int, int, int] | None:
-    """Whole numbers c, α, β of the cost c + α T + β T² of a text; None if the cost is no such number."""
-    one, two, three, four = (count(1, k * unit) for k in (1, 2, 3, 4))
+class TextCost(NamedTuple):
+    """Operations of a step on texts: b (each + each_token T + each_pair T²) + batch + batch_token T.
+
+    Attributes:
+        each: of a text, whatever its length.
+        each_token: of a token.
+        each_pair: of a pair of tokens of a text.
+        batch: of a batch, whatever its size.
+        batch_token: of a position, whatever the number of texts.
+    """
+
+    each: int
+    each_token: int
+    each_pair: int
+    batch: int
+    batch_token: int
+
+    def of(self, texts: int, tokens: int) -> int:
+        """Operations for that many texts of that many tokens each."""
+        text = self.each + self.each_token * tokens + self.each_pair * tokens**2
+        return texts * text + self.batch + self.batch_token * tokens
+
+
+def _fit_texts(count: Callable[[int, int], int], unit: int) -> TextCost | None:
+    """Whole numbers of the cost of texts; None if it is no such cost."""
+    one, two, three = (count(1, k * unit) for k in (1, 2, 3))
+    batch_two = 2 * two - count(2, 2 * unit)
+    # nothing is shared as a rule, and a pass less is taken
+    batch_one = 2 * one - count(2, unit) if batch_two else 0
     square, rest = divmod(three - 2 * two + one, 2 * unit**2)
     linear, left = divmod(two - one - 3 * square * unit**2, unit)
     constant = one - linear * unit - square * unit**2
-    found = constant + 4 * linear * unit + 16 * square * unit**2
-    fits = not rest and not left and found == four and count(2, 2 * unit) == 2 * two
-    return (constant, linear, square) if fits else None
+    batch_token, over = divmod(batch_two - batch_one, unit)
+    batch = batch_one - batch_token * unit
+    found = TextCost(constant - batch, linear - batch_token, square, batch, batch_token)
+    exact = not (rest or left or over)
+    return found if exact and found.of(3, 4 * unit) == count(3, 4 * unit) else None
