@@ -456,7 +456,8 @@ def by_helper(weight: float, model: Any) -> Callable[..., Tensor]:
 @pytest.fixture
 def batched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of this file are trained for many clients at once, as those of the package are."""
-    monkeypatch.setattr(LocalTrainer, "is_standard", lambda self, request: True)
+    for question in ("is_standard", "may_stack"):
+        monkeypatch.setattr(LocalTrainer, question, lambda self, request: True)
 
 
 def by_recursion(weight: float, model: Any) -> Callable[..., Tensor]:

@@ -294,8 +294,8 @@ class Vectorized(Engine):
         return same
 
     def _may_stack(self, local: LocalTrainer) -> bool:
-        """Whether all models of a client are standard; if not, the reason is said once."""
-        if reason := local.beyond_standard:
+        """Whether the steps of clients with these models may be taken together; if not, the reason is said once."""
+        if reason := local.beyond_stacking:
             self._log(f"runs one client after another: {reason}")
         return reason is None
 

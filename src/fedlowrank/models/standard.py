@@ -15,7 +15,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 LAYERS: frozenset[type[nn.Module]] = frozenset(
     {
-        *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten),
+        *(
+            nn.Sequential,
+            nn.ModuleList,
+            nn.ModuleDict,
+            nn.ParameterList,
+            nn.ParameterDict,
+            nn.Identity,
+            nn.Flatten,
+            nn.Unflatten,
+        ),
         *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
         *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding),
         *(nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -55,6 +64,9 @@ A subclass does not count: it may do anything.
 OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora.lora_layers", "fedlowrank.testing.check")
 """Where this package's layers are defined. Their ``forward`` is deterministic."""
 
+LIBRARIES = ("transformers.models.", "transformers.activations", "peft.")
+"""Where layers are defined that compute the same in training as in evaluation, if none of their rates of dropout is above 0."""
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Tables of hooks that a layer has."""
 
@@ -68,10 +80,15 @@ def is_standard(module: nn.Module) -> bool:
     return find_other_layer(module) is None
 
 
-def find_other_layer(module: nn.Module) -> str | None:
-    """What keeps a module from being standard, for a message: its first layer that is not, or a hook; None if it is."""
+def find_other_layer(module: nn.Module, libraries: bool = False) -> str | None:
+    """What keeps a module from being standard, for a message: its first layer that is not, or a hook; None if it is.
+
+    Args:
+        module: the model.
+        libraries: whether layers of :data:`LIBRARIES` without random numbers count as standard.
+    """
     for name, layer in module.named_modules():
-        if not _is_standard_layer(layer):
+        if not _is_standard_layer(layer) and not (libraries and _is_fixed_layer(layer)):
             return f"{f'layer {name!r}' if name else 'the model'} ({type(layer).__name__}) is not standard"
     return "a hook is registered on a layer" if has_hooks(module) else None
 
@@ -97,3 +114,11 @@ def _is_standard_layer(layer: nn.Module) -> bool:
         return layer.p == 0
     # max_norm rescales rows of the weight in place
     return not (isinstance(layer, nn.Embedding) and layer.max_norm is not None)
+
+
+def _is_fixed_layer(layer: nn.Module) -> bool:
+    """Whether a layer of a library has its own forward pass and no random numbers: no rate of dropout, jitter or noise."""
+    if not type(layer).__module__.startswith(LIBRARIES) or "forward" in layer.__dict__:
+        return False
+    rates = [v for n, v in vars(layer).items() if any(word in n for word in ("drop", "jitter", "noise"))]
+    return all(not rate for rate in rates if isinstance(rate, int | float))

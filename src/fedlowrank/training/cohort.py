@@ -158,10 +158,10 @@ class Stack(Work):
 
 @contextlib.contextmanager
 def _unsupported() -> Iterator[None]:
-    """Turn every error into :class:`UnsupportedError`; a client alone raises the function's own."""
+    """Turn errors into :class:`UnsupportedError`, but for memory; a client alone raises the function's own."""
     try:
         yield
-    except (UnsupportedError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
+    except (UnsupportedError, torch.OutOfMemoryError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
         raise
     except Exception as error:
         raise UnsupportedError(f"{type(error).__name__}: {error}") from error

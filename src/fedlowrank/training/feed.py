@@ -54,6 +54,7 @@ class Feed:
             return
         self._examples = [d.examples for d in data]
         self._orders = [d.indices(name) for d in data]
+        self._columns = None if augmented or data[0].width is None else [d.columns(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
         # images take another layout on their way
         self._picks = not augmented and all(
@@ -64,9 +65,14 @@ class Feed:
         """The batch of the first clients at a step; steps must be requested in order."""
         if self._rows is not None:
             return self._rows.batch(step)
+        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
+        if self._columns is not None:
+            # as wide as the widest, behind whose end their padding is the tokenizer's own
+            columns = max(of_client[step] or 0 for of_client in self._columns[:active])
+            pairs = zip(examples, index, strict=True)
+            return join_batches([gather(e, i, step, columns, self._loss) for e, i in pairs])
         if not self._picks:
             return join_batches([next(feed) for feed in self._feeds[:active]])
-        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
         if any(len(i) != len(index[0]) for i in index):
             return join_batches(
                 [gather(e, i, step, loss=self._loss) for e, i in zip(examples, index, strict=True)]
@@ -228,6 +234,10 @@ def join_batches(batches: list[Batch]) -> Batch:
                 if labels.ndim == 2:
                     # a label of its own: that of another class may have an infinite loss
                     labels[i, size:] = labels[i, 0]
+                if isinstance(inputs, dict):
+                    # a text without a token has no attention to any
+                    for t in inputs.values():
+                        t[i, size:] = t[i, 0]
     return Batch(inputs, labels, mask, batches[0].step, loss=batches[0].loss)
 
 

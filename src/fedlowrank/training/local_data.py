@@ -124,13 +124,15 @@ class LocalData:
         """Steps of a pass."""
         return self.of(name).steps_over(len(self.examples))
 
+    def columns(self, name: str) -> list[int | None]:
+        """Columns of the batch of every step of a pass, for texts; None where examples are no texts."""
+        return [self._columns(i.numpy()) for i in self.order(name)]
+
     def batches(self, name: str) -> Iterator[Batch]:
         """The batches of a pass, as it trains on them."""
         order, indices = self.order(name), self.indices(name)
         if not self.augment.active:
-            texts = self._ends is not None
-            for step, index in enumerate(indices):
-                columns = self._columns(order[step].numpy()) if texts else None
+            for step, (index, columns) in enumerate(zip(indices, self.columns(name), strict=True)):
                 yield gather(self.examples, index, step, columns, self.loss)
             return
         self.augment.check(self.examples.x)

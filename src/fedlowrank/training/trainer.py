@@ -105,8 +105,8 @@ class LocalTrainer:
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
         repeatable = all(m.may_run_again for m in self.models)
-        if not standard and self.data.width is not None and repeatable:
-            self._fit_cost(request, kind)
+        if not standard and repeatable:
+            self.fit_cost(request, kind)
         training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
         try:
             with training, naming(self.whose, _BATCHES_OF_ONE):
@@ -138,22 +138,31 @@ class LocalTrainer:
 
     def has_standard(self, *functions: Callable[..., Any] | None) -> bool:
         """Whether functions and loss are this package's, and all layers are standard."""
+        return self._has_own_functions(*functions) and self.has_standard_models
+
+    def _has_own_functions(self, *functions: Callable[..., Any] | None) -> bool:
+        """Whether functions and loss are this package's."""
         own = all(
             (getattr(f, "__module__", None) or "").startswith("fedlowrank.")
             for f in functions
             if f is not None
         )
-        return own and not self.data.loss.is_own and self.has_standard_models
+        return own and not self.data.loss.is_own
+
+    def may_stack(self, request: Request) -> bool:
+        """Whether an engine may take the steps of many clients together: only the models may be more than standard."""
+        functions = request.loss, request.precondition, request.prox
+        return self._has_own_functions(*functions) and self.beyond_stacking is None
 
     @property
     def has_standard_models(self) -> bool:
         """Whether all layers of all models are standard."""
-        return self.beyond_standard is None
+        return all(m.is_standard for m in self.models)
 
     @property
-    def beyond_standard(self) -> str | None:
-        """Why a model is not standard, of the first that is not, for a message; None if all are."""
-        return next((reason for m in self.models if (reason := m.beyond_standard)), None)
+    def beyond_stacking(self) -> str | None:
+        """Why the steps of clients with these models cannot be taken together, for a message; None if they can."""
+        return next((reason for m in self.models if (reason := m.beyond_stacking)), None)
 
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.
@@ -190,9 +199,9 @@ class LocalTrainer:
                 with self.ledger.counting(kind, size):
                     work.gradient(work.loss(gather(self.data.examples, i, loss=self.data.loss)))
 
-    def _fit_cost(self, request: Request, kind: Any) -> None:
-        """Learn what steps on texts cost from a few short ones, which are not taken."""
-        if self.ledger.has_tried(kind):
+    def fit_cost(self, request: Request, kind: Any) -> None:
+        """Learn what steps on texts cost from a few short ones, which are not taken; nothing of other data."""
+        if self.data.width is None or self.ledger.has_tried(kind):
             return
         work = Work(request, self.round)
 

@@ -51,11 +51,13 @@ class CohortMemory:
             of a pass, a statistic, the local update or the contribution of a kind of cohort. Without an entry it was not
             compared.
         log: tells a person why clients are trained one after another.
+        parts: into how many parts the clients of a pass are divided, by its functions, where all at once ran out of memory.
     """
 
     pool: BufferPool
     is_equal: dict[Any, bool]
     log: Callable[[str, object], None]
+    parts: dict[Any, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +228,7 @@ class CohortTrainer:
         if request.kept is not None:
             # its state counts the steps
             require_agreement([local.steps(name) for local in self.locals_])
-        if first.model.couples or not first.is_standard(request):
+        if first.model.couples or not first.may_stack(request):
             if first.data.loss.is_own:
                 self._memory.log(name, f"the loss {first.data.loss.kind} is code of your own")
             return None
@@ -234,18 +236,30 @@ class CohortTrainer:
         known = self._memory.is_equal.get(functions)
         if known is False or len(self.locals_) == 1:
             return None
-        try:
-            found = self._together(request, not known, own)
-        except UnsupportedError as reason:
-            self._memory.is_equal[functions] = False
-            self._memory.log(name, reason)
-            return None
-        self._memory.is_equal[functions] = True
-        return found
+        parts: int | None = self._memory.parts.get(functions, 1)
+        while parts is not None:
+            try:
+                found = self._together(request, not known, own, parts)
+            except UnsupportedError as reason:
+                self._memory.is_equal[functions] = False
+                self._memory.log(name, reason)
+                return None
+            except torch.OutOfMemoryError as error:
+                if parts >= len(self.locals_):
+                    # a client alone may take a step in parts
+                    self._memory.log(name, error)
+                    parts = None
+                else:
+                    parts = self._memory.parts[functions] = min(2 * parts, len(self.locals_))
+            else:
+                self._memory.is_equal[functions] = True
+                return found
+        return None
 
     def _together(
-        self, request: Request, compare: bool, own_requests: Sequence[Request] | None
+        self, request: Request, compare: bool, own_requests: Sequence[Request] | None, parts: int
     ) -> VerbAnswer:
+        """A pass of all clients, at least so many parts of them one after another."""
         clients = len(self.locals_)
 
         def own(t: Tensor) -> Tensor:
@@ -263,7 +277,7 @@ class CohortTrainer:
         before = None if request.kept is None else request.kept.state
         slots = None if before is None else [tree.map_leaves(own, slot) for slot in before.slots]
         ends, losses, kept = [], [], []
-        for a, b in self._chunks(start, constants):
+        for a, b in self._chunks(start, constants, parts):
             cut = _cut(a, b)
             state = None
             if request.kept is not None:
@@ -288,14 +302,14 @@ class CohortTrainer:
         self._account(own_requests or [request], losses, end)
         return VerbAnswer(tree.map_leaves(stack, end), _join_kept(kept))
 
-    def _chunks(self, start: Any, constants: Any) -> list[tuple[int, int]]:
-        """As many clients at once as have room, in parts of like sizes."""
+    def _chunks(self, start: Any, constants: Any, parts: int) -> list[tuple[int, int]]:
+        """As many clients at once as have room, in at least that many parts of like sizes."""
         tensors = tree.tensors(start) + tree.tensors(constants)
         clients = len(self.locals_)
         on_cpu = all(t.device.type == "cpu" for t in tensors)
         size = sum(t.nbytes for t in tensors) // clients
         most = max(1, (CACHE if on_cpu else MEMORY) // max(1, size))
-        parts = -(-clients // most)
+        parts = max(parts, -(-clients // most))
         bounds = [clients * k // parts for k in range(parts + 1)]
         return list(itertools.pairwise(bounds))
 
@@ -313,6 +327,8 @@ class CohortTrainer:
             for row, mean in zip(part, means, strict=True):
                 local = self.locals_[k]
                 one, kind = costs[id(requests[k % len(requests)])]
+                if not local.is_standard(one):
+                    local.fit_cost(one, kind)
                 local.count(one, kind)
                 local.account(one, kind, mean)
                 if not sound:
