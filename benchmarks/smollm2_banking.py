@@ -12,11 +12,10 @@ completed count.
 After every round the server's model has a loss per token of the answers of 500 test texts, and in rounds 1, 5 and 10 the
 clients' truncated models have one of the first 250; after the last round the server's model writes its answers, which are
 compared with the intent word by word. The *bias* of rounds 1, 5 and 10 is ‖Σ p_i W^{r_i} - W‖ / ‖W‖ over all layers: how far
-the mean of what clients begin the next round with, weighted by examples, is from the server's update W. On a GPU the steps of
-all clients are taken together (``engine = "vectorized"``).
+the mean of what clients begin the next round with, weighted by examples, is from the server's update W.
 
-A first run was interrupted in its tuning. The four arms that had finished both 5e-4 and 1e-3 (FedIT of either rank, HetLoRA,
-FLoRA) were better with 1e-3 by 0.6 to 1.2, so the grid begins at 1e-3 now; nothing else of that run is used.
+Two runs ended before any test: the first was interrupted, and in the second, with rates from 1e-3 to 4e-3, all seven arms
+were best with 4e-3. So the grid goes from 2e-3 to 1.6e-2 now; nothing else of those runs is used.
 
 Written before the first run. Prediction: with unequal ranks, FedHL by examples has a lower test loss than FlexLoRA, because line
 17 takes the truncation out of the mean and all else is equal; HetLoRA is the worst of those that mix ranks, because zeros dilute
@@ -59,7 +58,7 @@ from fedlowrank.training.flops import FlopLedger
 
 HERE = Path(__file__).parent
 ASK = "What is the intent of this message of a bank's customer? Answer with the name of the intent.\n\n"
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 TUNING_SEED = 100
 ARMS: dict[str, tuple[str, str, list[str]]] = {
     # name: title, method, changes
@@ -204,8 +203,7 @@ def run_arm(
     more += [f"run.seed={seed}", f"defaults.optimizer.lr={rate}"]
     experiment = ExperimentConfig.read(HERE / "smollm2_banking.toml", [*changes, *more])
     on = experiment.federation()
-    # on a GPU the steps of all clients are taken together
-    engine = ENGINES["sequential" if device == "cpu" else "vectorized"](Uncounted())
+    engine = ENGINES["sequential"](Uncounted())
     run = Unscored(experiment.build_method(method), on, experiment.run, engine)
     language: Any = run.federation.companion
     if language.loaded.notes:

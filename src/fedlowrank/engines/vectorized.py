@@ -8,7 +8,8 @@ the function is called again for each part; what was trained before is not train
 
 Passes are batched over clients if their functions have rules. They are not batched if a loss is the user's own (of a method or
 of the task), if a module has layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers
-or count their calls, or if it has batch normalization, which padding would disturb. The log names the reason.
+or count their calls, or if it has batch normalization, which padding would disturb. Small steps of models of transformers without
+dropout and hooks are batched, too; large ones gain nothing. The log names the reason.
 Fewer than four clients of a kind run one after another, which is faster.
 Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 

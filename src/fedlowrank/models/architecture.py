@@ -37,10 +37,6 @@ _PROBE = Key(("probe",))
 _MOST_TRIED = 64
 
 
-LAUNCHING = ("cuda", "xpu", "mps")
-"""Devices on which small operations take the time that it takes to launch them."""
-
-
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
 
@@ -230,17 +226,20 @@ class Architecture:
     def beyond_stacking(self) -> str | None:
         """Why the steps of clients cannot be taken together, for a message; None if they can.
 
-        They can for standard models and, on a GPU, for models of transformers without random numbers. On a CPU, where
-        arithmetic takes the time and not the launch of operations, those are no faster together.
+        They can for standard models, and for models of transformers without random numbers and hooks.
         """
         other = self.beyond_standard
         if other is None or self.running or self._library_hooks is None:
             return other
-        if self.device.type not in LAUNCHING:
-            return f"on a {self.device.type.upper()} a model of transformers is no faster for many clients at once"
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.module.modules()):
             return "gradients are checkpointed, so memory matters more than time"
         return find_other_layer(self.module, libraries=True)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Numbers that stand for a token in a model of transformers; None for others."""
+        found = getattr(getattr(self.module, "config", None), "hidden_size", None)
+        return found if isinstance(found, int) else None
 
     def declare_repeatable(self) -> None:
         """State that a further forward pass changes nothing but torch's generators, as of the models of transformers.

@@ -51,6 +51,10 @@ class Meter:
     losses: dict[str, float] = field(default_factory=dict)
 
 
+SMALL_STEP = 1 << 14
+"""Tokens of a batch times numbers of each up to which models of transformers train faster for many clients together."""
+
+
 class LocalTrainer:
     """Executes training passes for one client, one after another.
 
@@ -161,8 +165,20 @@ class LocalTrainer:
 
     @property
     def beyond_stacking(self) -> str | None:
-        """Why the steps of clients with these models cannot be taken together, for a message; None if they can."""
-        return next((reason for m in self.models if (reason := m.beyond_stacking)), None)
+        """Why the steps of clients with these models are not taken together, for a message; None if they are."""
+        return next((reason for m in self.models if (reason := m.beyond_stacking or self._is_large(m))), None)
+
+    def _is_large(self, model: Architecture) -> str | None:
+        """Why steps of a model that is more than standard are no faster together; None if they are."""
+        if model.is_standard:
+            return None
+        if model.hidden_size is None or self.data.width is None:
+            return "only models of transformers on texts are trained together beside standard ones"
+        rows = max(min(p.batch_size, len(self.data.examples)) for p in self.data.passes.values())
+        size = rows * self.data.width * model.hidden_size
+        if size <= SMALL_STEP:
+            return None
+        return f"a step of {rows} x {self.data.width} tokens of {model.hidden_size} numbers is as fast alone"
 
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.
