@@ -289,7 +289,6 @@ def test_what_changes_the_base_or_the_algebra_is_refused_by_name():
         ("trainable_token_indices", [1]),
         ("target_parameters", ["experts.gate"]),
         ("megatron_config", {"a": 1}),
-        ("modules_to_save", ["classifier"]),
         ("alora_invocation_tokens", [1]),
         ("use_qalora", True),
         ("ensure_weight_tying", True),

@@ -81,6 +81,7 @@ class LoadedBase:
         head: names of the modules to be trained as a whole: the classification head, and modules of the body
             that the files do not hold. Empty for a causal model.
         notes: warnings on what was done beyond the settings, each a sentence.
+        saved: names of further modules to be trained as a whole, which ``lora.modules_to_save`` means.
     """
 
     model: Any
@@ -89,6 +90,7 @@ class LoadedBase:
     folder: Path
     head: tuple[str, ...]
     notes: tuple[str, ...]
+    saved: tuple[str, ...] = ()
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -186,7 +188,7 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         )
         enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
         model.config.use_cache = False
-    _keep_in_float32(model, head)
+    keep_in_float32(model, head)
     return LoadedBase(model, tokenizer, base.path, _folder(where, settings), head, tuple(notes))
 
 
@@ -236,7 +238,7 @@ def _folder(where: str, settings: Mapping[str, Any]) -> Path:
     return Path(str(found)).parent
 
 
-def _keep_in_float32(model: Any, head: Sequence[str]) -> None:
+def keep_in_float32(model: Any, head: Sequence[str]) -> None:
     """Hold modules that are trained whole in float32; what they get and give stays in the base's dtype.
 
     PEFT does so with factors. What clients send is then of one type, whatever the dtype of their base.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class ModelParts:
         factors: of every layer; their scale is the slot's.
         weight_updates: what was added to the base's weights ``[d, k]``, by layer; empty for a plain adapter.
         head: parameters of the head by their names in the base.
+        saved: parameters of further modules that are trained whole, likewise.
         round: rounds completed.
         client: whose it is, or None for the server's.
     """
@@ -41,6 +42,7 @@ class ModelParts:
     factors: Factors
     weight_updates: dict[str, Tensor]
     head: Params
+    saved: Params
     round: int
     client: int | None
 
@@ -87,9 +89,13 @@ class AdapterFolders:
             if layer.weight in params:
                 update = everything[layer.weight].float() - self._lora.base[layer.weight].float()
                 weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
-        modules = tuple(f"{PEFT_PREFIX}{module}." for module in self._loaded.head)
-        head = {n.removeprefix(PEFT_PREFIX): everything[n] for n in own if n.startswith(modules)}
-        return ModelParts(factors, weight_updates, head, round, client)
+
+        def of(names: Sequence[str]) -> Params:
+            modules = tuple(f"{PEFT_PREFIX}{module}." for module in names)
+            return {n.removeprefix(PEFT_PREFIX): everything[n] for n in own if n.startswith(modules)}
+
+        head, saved = of(self._loaded.head), of(self._loaded.saved)
+        return ModelParts(factors, weight_updates, head, saved, round, client)
 
     @property
     def lora(self) -> LoRA:
@@ -154,7 +160,7 @@ class AdapterFolders:
             update = {n: model.update(n, self._lora.scale) for n in model.factors}
         else:
             update = {n: t.pair for n, t in parts.items()}
-        made = merge_update(self._model, self._lora.layers, update, model.head)
+        made = merge_update(self._model, self._lora.layers, update, model.head | model.saved)
         return save_model(folder, made, self._loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
@@ -194,7 +200,7 @@ class AdapterFolders:
             self._lora.layers,
             *(base or (self.base_name, self._loaded.digest)),
             head=model.head,
-            whole=whole,
+            whole=(whole or {}) | model.saved,
             round=model.round,
             client=model.client,
         )

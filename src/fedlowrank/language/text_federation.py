@@ -30,7 +30,7 @@ from ..models.stateless import exchange_slots
 from ..results.records import RoundRecord
 from ..storage.digest import digest_of
 from .artifacts import METADATA
-from .base_model import LanguageBase, LoadedBase, load_base
+from .base_model import LanguageBase, LoadedBase, keep_in_float32, load_base
 from .embedding_noise import add_embedding_noise
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
@@ -38,6 +38,7 @@ from .export.server_model import find_server_model
 from .folders import COMMON, AdapterFolders, ModelParts
 from .lora.peft_adapter import ADAPTER, attach_adapter
 from .lora.peft_config import lora_config
+from .lora.saved_modules import find_saved_modules
 from .lora.start_adapter import WEIGHTS, fields_with_start, load_start
 from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
@@ -254,7 +255,7 @@ class Language:
             config = json.loads((path / "adapter_config.json").read_text())
             base = config["base_model_name_or_path"]
             saved = config["modules_to_save"] or ()
-            whole = tuple(name for name in model.weight_updates if name in saved)
+            whole = tuple(name for name in (*model.weight_updates, *self.loaded.saved) if name in saved)
         client = None if path.name == COMMON else model.client
         truncation = stored.get("truncation")
         task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
@@ -331,7 +332,12 @@ def load_language_model(
     folder = None if start is None else Path(os.path.expandvars(start)).expanduser()
     if folder is not None:
         fields = fields_with_start(folder, fields)
-    model = attach_adapter(loaded.model, lora_config(fields), key / "adapter", loaded.head)
+    config = lora_config(fields)
+    loaded = replace(
+        loaded, saved=find_saved_modules(loaded.model, config.modules_to_save or (), loaded.head)
+    )
+    keep_in_float32(loaded.model, loaded.saved)
+    model = attach_adapter(loaded.model, config, key / "adapter", loaded.head, loaded.saved)
     if folder is not None:
         load_start(model, folder)
     loaded.model.config.use_cache = False

@@ -31,7 +31,9 @@ ADAPTER = "default"
 """Name of the adapter. PEFT loses layers where an adapter's name is also a part of a module's name."""
 
 
-def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) -> Any:
+def attach_adapter(
+    model: Any, config: Any, key: Key, head: Sequence[str] = (), saved: Sequence[str] = ()
+) -> Any:
     """Attach LoRA factors to the target layers of a base, in place; at first its outputs do not change.
 
     Args:
@@ -41,9 +43,10 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
             with a warning, as by :func:`fedlowrank.adapters.lora.lora_layers.add_lora`.
         key: of the factor that is random, see :func:`initial_peft_factors`. torch's global generator is as before.
         head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
+        saved: further ones (:func:`.saved_modules.find_saved_modules`).
 
     Returns:
-        A ``peft.PeftModel`` in evaluation mode. Only factors, and the head's parameters, require gradients.
+        A ``peft.PeftModel`` in evaluation mode. Only factors, and parameters of what is trained whole, require gradients.
 
     Raises:
         TaskError: if target modules match no layer, or a layer is of a kind that is not supported.
@@ -60,7 +63,10 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
         )
     made = copy.deepcopy(config)
     given, made.inference_mode = made.exclude_modules, False
-    made.exclude_modules = _exclude_head(given, head)
+    whole = [*head, *saved]
+    made.exclude_modules = _exclude_head(given, whole)
+    # they need no copy beside them: their values travel
+    made.modules_to_save = None
     names = _adaptable_layers(model)
     chosen = _find_targets(model, made, names)
     shapes = {name: _matrix_shape(name, names[name]) for name in chosen}
@@ -104,7 +110,7 @@ def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) 
             for name, value in adapted[layer].as_parameters(own_pair).items():
                 own[name].copy_(value)
     for name, parameter in own.items():
-        if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in head):
+        if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in whole):
             parameter.requires_grad_()
     return tuned.eval()
 

@@ -21,8 +21,6 @@ REFUSED_SETTINGS = {
     "trainable_token_indices": "it trains rows of the base's embedding",
     "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
     "megatron_config": "layers of Megatron are split over processes",
-    "modules_to_save": "a classification head is trained without it; the setting for heads says whether it "
-    "is shared, personal or frozen",
     "loftq_config": "LoftQ changes the base",
     "eva_config": "EVA initializes A from data, which differ between clients",
     "corda_config": "CorDA changes the base",
@@ -70,6 +68,9 @@ def lora_config(fields: Mapping[str, Any]) -> Any:
         raise ConfigError(f"lora: {error}") from error
     number = (int, float)
     made.r = check_minimum("lora.r", made.r, 1)
+    saved = made.modules_to_save
+    if saved is not None and (isinstance(saved, str) or not all(isinstance(name, str) for name in saved)):
+        raise ConfigError(f"lora: modules_to_save must be a list of names of modules; it is {saved!r}")
     if not isinstance(made.lora_alpha, number) or not 0 < made.lora_alpha < math.inf:
         raise ConfigError(f"lora: lora_alpha must be above 0; it is {made.lora_alpha!r}")
     if not isinstance(made.lora_dropout, number) or not 0 <= made.lora_dropout < 1:

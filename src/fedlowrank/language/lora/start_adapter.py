@@ -16,11 +16,12 @@ from ...adapters.lora.lora_factors import find_lora
 from ...core.errors import ConfigError, DataError
 from ...linalg.pair import Pair
 from ..artifacts import name_in_file
+from ..base_model import HEAD_NAMES
 from .peft_config import REFUSED_SETTINGS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_TAKEN = ("r", "lora_alpha", "use_rslora", "target_modules")
+_TAKEN = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
 """Fields that the section ``[lora]`` takes from the folder unless it sets them."""
 
 
@@ -59,8 +60,11 @@ def read_start_config(folder: Path) -> dict[str, Any]:
 
 
 def fields_with_start(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The section ``[lora]``, with rank, α and layers of the folder where it does not set them."""
+    """The section ``[lora]``, with rank, α and modules of the folder where it does not set them."""
     stored = read_start_config(folder)
+    # PEFT adds these names to each adapter of a classification, whether the base has such modules or not
+    saved = [n for n in stored.get("modules_to_save") or () if n not in HEAD_NAMES]
+    stored["modules_to_save"] = saved or None
     # α goes with the rank, for the scale is their quotient
     taken = [n for n in _TAKEN if n in stored and not (n == "lora_alpha" and "r" in fields)]
     return {n: stored[n] for n in taken} | dict(fields)
@@ -107,6 +111,9 @@ def load_start(model: Any, folder: Path) -> None:
             for path, value in layer.as_parameters(Pair(pair.b * quotient, pair.a)).items():
                 axis = 0 if path == layer.a else 1
                 own[path].narrow(axis, 0, pair.rank).copy_(value)
+    for name in [n for n in stored if n in own and own[n].requires_grad and own[n].shape == stored[n].shape]:
+        with torch.no_grad():
+            own[name].copy_(stored.pop(name))
     # PEFT stores an embedding of the base beside its factors
     whole = {n: own.get(n, own.get(n.replace(".weight", ".base_layer.weight"))) for n in stored}
     same = [n for n, p in whole.items() if p is not None and torch.equal(p, stored[n].to(p))]

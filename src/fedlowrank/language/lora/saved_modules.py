@@ -1,0 +1,60 @@
+"""Modules of a base that are trained whole beside the factors: ``modules_to_save`` of PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.errors import ConfigError, did_you_mean
+
+
+def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules of a base that a list of names means: as in PEFT, each is the end of their names.
+
+    Args:
+        model: a base without adapters.
+        names: such as ``"lm_head"`` or ``"norm"``.
+        head: modules that are trained whole already; they and what is within them are left out.
+
+    Returns:
+        Whole names, in the order of the model.
+
+    Raises:
+        ConfigError: if a name means no module with parameters; or one that is quantized, or whose tensor another
+            module has, too: PEFT stores a copy, and the other one would stay what it was.
+    """
+    found: list[str] = []
+    modules = {n: m for n, m in model.named_modules() if n and any(True for _ in m.parameters())}
+    for name in names:
+        matches = [n for n in modules if n.endswith(name)]
+        if not matches:
+            short = {n.rpartition(".")[2] for n in modules}
+            raise ConfigError(
+                f"lora.modules_to_save: {name!r} is the end of no module's name in the {type(model).__name__}. "
+                f"{did_you_mean(name, short)}"
+            )
+        found += matches
+    chosen = [n for n in modules if n in found and not _is_within(n, [*head])]
+    outer = tuple(n for n in chosen if not _is_within(n, [other for other in chosen if other != n]))
+    owners: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(path)
+    for module in outer:
+        for own, parameter in modules[module].named_parameters():
+            if not parameter.is_floating_point():
+                raise ConfigError(
+                    f"lora.modules_to_save: {module} is quantized and cannot be trained whole. Leave it out, or load the "
+                    "base without quantize"
+                )
+            other = [p for p in owners[id(parameter)] if not _is_within(p.rpartition(".")[0], outer)]
+            if other:
+                raise ConfigError(
+                    f"lora.modules_to_save: {module}.{own} and {other[0]} are one tensor (tied weights), and an adapter of "
+                    "PEFT would hold one of them alone. Leave it out, or name a base whose weights are not tied"
+                )
+    return outer
+
+
+def _is_within(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module is one of these or within one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
