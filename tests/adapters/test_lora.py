@@ -274,11 +274,11 @@ def test_sites_are_named_by_the_base_model_and_outside_the_head() -> None:
         find_lora(nn.ModuleDict({"norm": nn.LayerNorm(3), "head": nn.Linear(3, 2)}), "head")
 
 
-def test_one_scale_and_one_adapter() -> None:
+def test_scales_of_layers_and_one_adapter() -> None:
     module = Two("linear")
     module.one, module.two = (add_lora(m, 2, alpha) for m, alpha in ((module.one, 2.0), (module.two, 4.0)))
-    with pytest.raises(TaskError, match=r"different scales α/r \(1 at one, 2 at two\)"):
-        find_lora(module, "head")
+    mixed = find_lora(module, "head")
+    assert {n: mixed.scale * layer.ratio for n, layer in mixed.layers.items()} == {"one": 1.0, "two": 2.0}
     wrapped = of_peft(Two("linear"), 2, 4, use_rslora=True)
     found = find_lora(wrapped, None)
     assert found.rslora

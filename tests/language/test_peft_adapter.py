@@ -283,8 +283,6 @@ def test_what_changes_the_base_or_the_algebra_is_refused_by_name():
         ("bias", "all"),
         ("bias", "lora_only"),
         ("lora_bias", True),
-        ("rank_pattern", {"q_proj": 4}),
-        ("alpha_pattern", {"q_proj": 4}),
         ("layer_replication", [(0, 1), (0, 2)]),
         ("trainable_token_indices", [1]),
         ("target_parameters", ["experts.gate"]),

@@ -205,8 +205,9 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     new = server_update(method, server, replies, ServerView(run.task, 0, Key((0,))))
     for n in NAMES:
         p = weighing.weigh(
-            server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies]
-        )
+            server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies],
+            {name: pair.rank for name, pair in server.drawn.items()},
+        )  # fmt: skip
         assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)
         wanted = server.delta[n].dense() + sum(w * c for w, c in zip(p.weights[n], changed[n], strict=True))
         torch.testing.assert_close(new.delta[n].dense(), wanted, rtol=0, atol=1e-11)

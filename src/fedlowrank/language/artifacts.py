@@ -63,7 +63,7 @@ def write_adapter(
     tensors: Params = {PEFT_PREFIX + n: t for n, t in [*(head or {}).items(), *(whole or {}).items()]}
     for name, pair in pairs.items():
         padded = zero_pad_pair(Pair(pair.b * scale, pair.a), rank)
-        for path, value in layers[name].as_parameters(padded).items():
+        for path, value in layers[name].shape_parameters(padded).items():
             tensors[name_in_file(path)] = value
     tensors = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
     settings = _adapter_config(config, list(pairs), rank, base_name, head or {}, whole or {})
@@ -137,6 +137,8 @@ def _adapter_config(
     """``adapter_config.json`` of an adapter as written here."""
     made = copy.deepcopy(config)
     made.r = made.lora_alpha = rank
+    # one rank, and B holds the scale of its layer
+    made.rank_pattern, made.alpha_pattern = {}, {}
     made.use_rslora, made.inference_mode, made.base_model_name_or_path = False, True, base_name
     if whole:
         # a layer that is stored whole must not match

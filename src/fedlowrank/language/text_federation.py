@@ -51,7 +51,10 @@ if TYPE_CHECKING:
 NAME = "language"
 """Name of the one architecture."""
 
-_RESULT_FIELDS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "fan_in_fan_out", "init_lora_weights")
+_RESULT_FIELDS = (
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
+)
 """Fields of ``peft.LoraConfig`` on which results depend; the layers are told by the names of the factors."""
 
 INSTRUCTION = "{instruction}"

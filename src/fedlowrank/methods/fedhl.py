@@ -150,7 +150,8 @@ class FedHL(Method[ServerState, Params, Download, Message]):
     def server_update(self, server: ServerState, total: dict[str, Any], view: ServerView) -> ServerState:
         """Line 17."""
         ranks = [self.tuning.rank_within(c, server.drawn) for c in view.replied]
-        p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
+        limits = {name: pair.rank for name, pair in server.drawn.items()}
+        p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied], limits)
         replies = [
             FactorReply(r, server.scaling.at(r), total["factors"][client.id])
             for r, client in zip(ranks, view.replied, strict=True)
@@ -160,7 +161,7 @@ class FedHL(Method[ServerState, Params, Download, Message]):
             sent = [unpack_factors(self.download(server, c).message.factors) for c in view.replied]
             replies = [one._replace(received=factors) for one, factors in zip(replies, sent, strict=True)]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
-        delta = weighted_sum(server.delta, p.weights, replies)
+        delta = weighted_sum(server.delta, p.weights, replies, limits)
         metrics = p.reply_metrics([c.id for c in view.replied])
         return replace(server, delta=delta, rest=total["rest"], reply_metrics=metrics)
 

@@ -36,6 +36,10 @@ class AdaptedLayer:
         b_tail: shape of parameter B after (d, r).
         embedding: whether the layer is an embedding, whose initial A is zero and whose initial B is random.
         dtype: of its factors, by default of the weight; layers of one model may differ.
+        limit: the most components that its factors may have beside min(d, k), or None: the module gave it fewer than other layers
+            (``rank_pattern`` of PEFT).
+        ratio: c, the module's own scale of this layer over that of the model (``alpha_pattern``). The update is s·B A with
+            factors that hold c; the parameter that begins at zero is the factor over c.
     """
 
     weight: str
@@ -48,6 +52,13 @@ class AdaptedLayer:
     b_tail: tuple[int, ...] = ()
     embedding: bool = False
     dtype: torch.dtype = torch.float32
+    limit: int | None = None
+    ratio: float = 1.0
+
+    @property
+    def largest_rank(self) -> int:
+        """The most components that its factors may have."""
+        return min(self.shape) if self.limit is None else min(*self.shape, self.limit)
 
     def reshape_update(self, update: Tensor) -> Tensor:
         """An update ``[d, k]`` in the shape of the weight's parameter."""
@@ -55,10 +66,27 @@ class AdaptedLayer:
 
     def read_pair(self, params: Mapping[str, Tensor]) -> Pair:
         """The factors of this layer among a model's parameters."""
-        return Pair(params[str(self.b)].flatten(1), params[str(self.a)].flatten(1))
+        return self.multiply(Pair(params[str(self.b)].flatten(1), params[str(self.a)].flatten(1)))
 
     def as_parameters(self, pair: Pair) -> Params:
         """Factors, of any rank, as the two parameters of this layer."""
+        return self.shape_parameters(self.divide(pair))
+
+    def divide(self, pair: Pair) -> Pair:
+        """Factors as they are trained: the one that begins at zero over :attr:`ratio`."""
+        return self._times(pair, 1 / self.ratio)
+
+    def multiply(self, pair: Pair) -> Pair:
+        """The inverse of :meth:`divide`."""
+        return self._times(pair, self.ratio)
+
+    def _times(self, pair: Pair, factor: float) -> Pair:
+        if factor == 1.0:
+            return pair
+        return Pair(pair.b, pair.a * factor) if self.embedding else Pair(pair.b * factor, pair.a)
+
+    def shape_parameters(self, pair: Pair) -> Params:
+        """Two matrices, of any rank, in the shapes of the two parameters of this layer."""
         a, b = pair.a, pair.b
         return {
             str(self.a): a.reshape(-1, *self.a_tail) if self.a_tail else a,
@@ -153,8 +181,10 @@ def _check_convolution(base: Any, inner: Any) -> None:
                 )
 
 
-def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameters) -> AdaptedLayer:
-    """The adapted layer of a layer with factors.
+def describe_adapted_layer(
+    name: str, layer: nn.Module, factors: FactorParameters, limit: int | None = None, ratio: float = 1.0
+) -> AdaptedLayer:
+    """The adapted layer of a layer with factors; ``limit`` and ``ratio`` are those of :class:`AdaptedLayer`.
 
     Raises:
         TaskError: if it is a convolution of PEFT with groups, its weight is no parameter, or its factors are
@@ -197,6 +227,8 @@ def describe_adapted_layer(name: str, layer: nn.Module, factors: FactorParameter
         tuple(b_shape[2:]),
         embedding,
         dtype,
+        limit,
+        ratio,
     )
 
 

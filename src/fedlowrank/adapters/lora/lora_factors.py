@@ -15,6 +15,7 @@ is B times the ratio of both scales.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ...core.contract.model import Model
-from ...core.errors import TaskError
 from ...core.key import Key
 from ...core.tree import Params
 from ...linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
@@ -72,7 +72,7 @@ class LoRA:
     @property
     def largest_rank(self) -> int:
         """The largest rank that an update of one of the layers can have; a higher one adds nothing."""
-        return max(min(shape) for shape in self.shapes.values())
+        return max(layer.largest_rank for layer in self.layers.values())
 
     def initial_factors(self, rank: int, key: Key) -> Factors:
         """Random initial factors as PEFT's, whose product is zero.
@@ -83,13 +83,13 @@ class LoRA:
         their layer.
 
         Args:
-            rank: r, at most :attr:`largest_rank`; a layer that can have less gets min(d, k) components.
+            rank: r, at most :attr:`largest_rank`; a layer that can have less gets fewer components.
             key: source of randomness; each layer has its own subkey.
         """
         found: Factors = {}
         for name, layer in self.layers.items():
             (d, k), own = layer.shape, key / name
-            r = min(rank, d, k)
+            r = min(rank, layer.largest_rank)
             if layer.embedding:
                 b, a = own.draw(partial(_normal, d), r).mT, torch.zeros(r, k)
             elif self.gaussian:
@@ -153,16 +153,13 @@ class LoRA:
         for layer in self.layers.values():
             if layer.a is None or layer.a not in params or layer.b not in params:
                 continue
-            a, b = params[layer.a], params[layer.b]
             pair, rank = layer.read_pair(params), module_params[layer.a].shape[0]
             if pair.rank > rank:
                 weight = params.get(layer.weight, module_params[layer.weight])
                 update = layer.reshape_update(pair.dense() * self.scale)
                 found[layer.weight] = (weight + update.to(weight.device)).to(weight.dtype)
                 pair = truncate_pair(pair, 0)
-            pair = zero_pad_pair(pair, rank)
-            found[layer.a] = pair.a.reshape(rank, *a.shape[1:])
-            found[layer.b] = pair.b.reshape(-1, rank, *b.shape[2:])
+            found |= layer.as_parameters(zero_pad_pair(pair, rank))
         return found
 
 
@@ -198,8 +195,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         head: name of its head, which is trained whole.
 
     Raises:
-        TaskError: if no layer can be adapted, layers have different scales, or an adapter of PEFT does not
-            begin as a zero update of an unchanged base.
+        TaskError: if no layer can be adapted, or an adapter of PEFT does not begin as a zero update of an unchanged base.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     adapted: dict[str, tuple[str, nn.Module, FactorParameters]] = {}
@@ -213,14 +209,15 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
     if not adapted:
         plain = find_plain_layers(module, head)
         return LoRA(plain, {layer.weight: parameters[layer.weight].detach() for layer in plain.values()})
-    layers = {n.removeprefix(PEFT_PREFIX): describe_adapted_layer(*where) for n, where in adapted.items()}
     factors = [f for _, _, f in adapted.values()]
-    scales = {f.scale: name for name, (_, _, f) in reversed(adapted.items())}
-    if len(scales) > 1:
-        examples = ", ".join(f"{s:g} at {n}" for s, n in reversed(scales.items()))
-        raise TaskError(
-            f"the LoRA layers of this model have different scales α/r ({examples}); give all the same"
+    # that of most layers; others have a ratio to it
+    scale, rank = Counter(f.scale for f in factors).most_common(1)[0][0], max(f.rank for f in factors)
+    layers = {
+        n.removeprefix(PEFT_PREFIX): describe_adapted_layer(
+            *where, where[2].rank if where[2].rank < rank else None, where[2].scale / scale
         )
+        for n, where in adapted.items()
+    }
     own = {
         name: layer.read_pair({n: p.detach() for n, p in parameters.items()})
         for name, layer in layers.items()
@@ -228,8 +225,8 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
     return LoRA(
         layers,
         {layer.weight: parameters[layer.weight] for layer in layers.values()},
-        factors[0].scale,
-        max(f.rank for f in factors),
+        scale,
+        rank,
         any(f.rslora for f in factors),
         uses_gaussian_initial(module),
         {name: pair for name, pair in own.items() if pair.a.any() and pair.b.any()},

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from ...core.key import Key
 from ...linalg.pair import Factors, Pair, truncate_pair
 from ...models.architecture import build_module
 from ..optional import import_library
+
+T = TypeVar("T")
 
 ADAPTER = "default"
 """Name of the adapter. PEFT loses layers where an adapter's name is also a part of a module's name."""
@@ -70,10 +72,22 @@ def attach_adapter(
     names = _adaptable_layers(model)
     chosen = _find_targets(model, made, names)
     shapes = {name: _matrix_shape(name, names[name]) for name in chosen}
-    warn_lowered_ranks("LoRA", dict.fromkeys(shapes, made.r), shapes)
-    made.r = min(made.r, max(map(min, shapes.values())))
+    wanted, alphas = (
+        _by_layer(made, "rank_pattern", chosen, made.r),
+        _by_layer(made, "alpha_pattern", chosen, made.lora_alpha),
+    )
+    warn_lowered_ranks("LoRA", wanted, shapes)
+    ranks = {name: min(wanted[name], *shape) for name, shape in shapes.items()}
+    # the scale of a layer that can have less than it was given is that of the rank that another one has
+    most = max(ranks.values())
+    scales = {
+        name: alphas[name] / (math.sqrt(r) if made.use_rslora else r)
+        for name, r in ((name, min(wanted[name], most)) for name in chosen)
+    }
+    made.r = most
     # whole names, for PEFT takes a key for the end of a name
-    made.rank_pattern = {f"^{re.escape(n)}$": min(s) for n, s in shapes.items() if min(s) < made.r}
+    made.rank_pattern = {f"^{re.escape(n)}$": r for n, r in ranks.items() if r < most}
+    made.alpha_pattern = {}
     transposed = {_kind_of(names[name]) == "conv1d" for name in chosen}
     # PEFT sets it layer by layer and warns each time that it is not as the layer has it
     made.fan_in_fan_out = any(transposed)
@@ -98,15 +112,13 @@ def attach_adapter(
         raise TaskError(f"PEFT cannot adapt the {type(model).__name__}: {error}") from error
     slot = tuned.peft_config[ADAPTER]
     slot.exclude_modules, slot.fan_in_fan_out = given, any(transposed)
-    # layers of lower rank have the scale of the others
-    slot.rank_pattern, scale = {}, made.lora_alpha / (math.sqrt(made.r) if made.use_rslora else made.r)
-    for layer in tuned.modules():
-        if isinstance(getattr(layer, "scaling", None), dict):
-            layer.scaling[ADAPTER] = scale
+    slot.rank_pattern, slot.alpha_pattern = dict(config.rank_pattern), dict(config.alpha_pattern)
+    for name in chosen:
+        tuned.get_submodule(f"{PEFT_PREFIX}{name}").scaling[ADAPTER] = scales[name]
     own, adapted = dict(tuned.named_parameters()), find_lora(tuned, None).layers
     with torch.no_grad():
         for layer, pair in initial_peft_factors(adapted, made.r, key, made.init_lora_weights).items():
-            own_pair = truncate_pair(pair, min(adapted[layer].shape))
+            own_pair = truncate_pair(pair, adapted[layer].largest_rank)
             for name, value in adapted[layer].as_parameters(own_pair).items():
                 own[name].copy_(value)
     for name, parameter in own.items():
@@ -146,6 +158,23 @@ def initial_peft_factors(
         else:
             found[name] = Pair(rows.new_zeros(d, rank), rows)
     return found
+
+
+def _by_layer(config: Any, pattern: str, names: Sequence[str], usual: T) -> dict[str, T]:
+    """A number of each layer by the patterns of a configuration, as PEFT reads them.
+
+    Raises:
+        TaskError: if a pattern is that of no layer.
+    """
+    from peft.utils.other import get_pattern_key
+
+    patterns: Mapping[str, T] = getattr(config, pattern)
+    keys = {name: get_pattern_key(list(patterns), name) for name in names}
+    if unused := [key for key in patterns if key not in keys.values()]:
+        raise TaskError(
+            f"{pattern}: {unused[0]!r} is the end of the name of no adapted layer that no earlier key has"
+        )
+    return {name: patterns.get(key, usual) for name, key in keys.items()}
 
 
 def _describe_adaptable_layers(model: Any) -> str:

@@ -15,8 +15,6 @@ from ..optional import import_library
 REFUSED_SETTINGS = {
     "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",
     "lora_bias": "a bias beside B is not part of the low-rank update",
-    "rank_pattern": "ranks are set per client and not per layer",
-    "alpha_pattern": "the scale is set per client and not per layer",
     "layer_replication": "it copies layers of the base",
     "trainable_token_indices": "it trains rows of the base's embedding",
     "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
@@ -68,6 +66,7 @@ def lora_config(fields: Mapping[str, Any]) -> Any:
         raise ConfigError(f"lora: {error}") from error
     number = (int, float)
     made.r = check_minimum("lora.r", made.r, 1)
+    _check_patterns(made)
     saved = made.modules_to_save
     if saved is not None and (isinstance(saved, str) or not all(isinstance(name, str) for name in saved)):
         raise ConfigError(f"lora: modules_to_save must be a list of names of modules; it is {saved!r}")
@@ -76,3 +75,18 @@ def lora_config(fields: Mapping[str, Any]) -> Any:
     if not isinstance(made.lora_dropout, number) or not 0 <= made.lora_dropout < 1:
         raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {made.lora_dropout!r}")
     return made
+
+
+def _check_patterns(config: Any) -> None:
+    """Raise ConfigError where a rank or an α of some layers is no such number."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, name)
+        if not isinstance(patterns, Mapping):
+            raise ConfigError(
+                f"lora: {name} must be a table from names of layers to numbers; it is {patterns!r}"
+            )
+        for key, value in patterns.items():
+            if name == "rank_pattern":
+                check_minimum(f"lora.{name}, {key!r}", value, 1)
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"lora.{name}: α of {key!r} must be above 0; it is {value!r}")

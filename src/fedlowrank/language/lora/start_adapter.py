@@ -47,8 +47,7 @@ def read_start_config(folder: Path) -> dict[str, Any]:
             f"lora.start: the adapter in {folder} is of type {found.get('peft_type')!r}, not LORA"
         )
     for name, reason in REFUSED_SETTINGS.items():
-        # ranks and scales of single layers are read from the factors
-        if found.get(name) and name not in ("rank_pattern", "alpha_pattern"):
+        if found.get(name):
             raise ConfigError(
                 f"lora.start: the adapter in {folder} has {name} = {found[name]!r}, but {reason}"
             )

@@ -99,10 +99,17 @@ def model_with_update(model: Model, deltas: Mapping[str, Delta], rest: Params) -
 
 
 def untruncated_tail(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
-    """Factors of W - W^{r} by layer, in the type of ``like``; W must be stored as factors."""
+    """Factors of W - W^{r} by layer; W must be stored as factors.
+
+    Args:
+        deltas: W by layer.
+        rank: r.
+        like: factors of the largest rank, with the type of the result. A layer that can have less was sent less.
+    """
     found: Factors = {}
     for name, d in deltas.items():
-        left = Factored(d.u[:, rank:], d.s[rank:].to(d.u.dtype), d.v[:, rank:])
+        own = min(rank, like[name].rank)
+        left = Factored(d.u[:, own:], d.s[own:].to(d.u.dtype), d.v[:, own:])
         pair = split_svd(left, left.rank)
         found[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
     return found
@@ -140,7 +147,10 @@ class FactorReply(NamedTuple):
 
 
 def weighted_sum(
-    deltas: Mapping[str, Delta], weights: Mapping[str, Sequence[float]], replies: Sequence[FactorReply]
+    deltas: Mapping[str, Delta],
+    weights: Mapping[str, Sequence[float]],
+    replies: Sequence[FactorReply],
+    limits: Mapping[str, int],
 ) -> dict[str, Delta]:
     """Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))] of every layer.
 
@@ -151,6 +161,7 @@ def weighted_sum(
         deltas: W by layer.
         weights: p_i of every reply by layer, summing to 1.
         replies: all with a truncation as it arrived, or none.
+        limits: the most components that the factors of a layer may have.
     """
     scales = [reply.scale for reply in replies]
     blocks = weighted_blocks(weights, scales, [reply.factors for reply in replies])
@@ -160,7 +171,11 @@ def weighted_sum(
         return update_deltas(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
     ranks = [reply.rank for reply in replies]
     return update_deltas(
-        deltas, blocks, sent_ranks={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()}
+        deltas,
+        blocks,
+        sent_ranks={
+            n: [(w, min(r, limits[n])) for w, r in zip(p, ranks, strict=True)] for n, p in weights.items()
+        },
     )
 
 
@@ -221,7 +236,11 @@ class Weighing(CheckedFields):
             )
 
     def weigh(
-        self, deltas: Mapping[str, Delta], ranks: Sequence[int], examples: Sequence[float]
+        self,
+        deltas: Mapping[str, Delta],
+        ranks: Sequence[int],
+        examples: Sequence[float],
+        limits: Mapping[str, int],
     ) -> ClientWeights:
         """The weights of replies.
 
@@ -229,8 +248,9 @@ class Weighing(CheckedFields):
             deltas: W_t by layer.
             ranks: r_i of every reply.
             examples: n_i of every reply.
+            limits: the most components that the factors of a layer may have.
         """
-        errors = {n: tail_energy(d, ranks) for n, d in deltas.items()}
+        errors = {n: tail_energy(d, [min(r, limits[n]) for r in ranks]) for n, d in deltas.items()}
         energy = {n: d.energy for n, d in deltas.items()}
         together, total = [sum(e) for e in zip(*errors.values(), strict=True)], sum(energy.values())
         if self.by != "truncation":

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...adapters.lora.adapted_layers import AdaptedLayer
 from ...adapters.lora.lora_factors import LoRA, lora_of, parameters_beside_factors
 from ...adapters.lora.rank_limits import describe_lowered_ranks
 from ...adapters.wire_format import PackedFactors, Quantized, Rounded, WireType, pack_factors
@@ -295,6 +296,9 @@ def train_leaves(
         TaskError: if no factor changed although the learning rate is not 0: no gradient reaches them.
     """
     model, held, more = view.model, fixed or {}, frozen or {}
+    layers = lora_of(model).layers
+    # a layer with a scale of its own is trained in the module's own factors
+    ratios = {n: layer for n, layer in layers.items() if layer.ratio != 1}
     # a scale of its own differs between clients, which are to be trained together all the same
     own = (
         None
@@ -305,6 +309,7 @@ def train_leaves(
     def loss(
         leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None
     ) -> Tensor:
+        leaves = _multiply(leaves, ratios)
         params = model_parameters(
             model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved
         )
@@ -317,6 +322,7 @@ def train_leaves(
         | {f"{join_path('/1', n)}/{factor}": axis for n in more for factor, axis in (("b", 1), ("a", 0))},
     )
     given = held, more, moved or {}, own
+    start = _divide(start, ratios)
     end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
@@ -327,7 +333,31 @@ def train_leaves(
             f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
             "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
         )
-    return end
+    return _multiply(end, ratios)
+
+
+def _multiply(leaves: Leaves, layers: Mapping[str, AdaptedLayer]) -> Leaves:
+    """Trained leaves with the scales of layers that have their own."""
+    return _scale_layers(leaves, {n: layer.ratio for n, layer in layers.items()}, layers)
+
+
+def _divide(leaves: Leaves, layers: Mapping[str, AdaptedLayer]) -> Leaves:
+    """The inverse of :func:`_multiply`."""
+    return _scale_layers(leaves, {n: 1 / layer.ratio for n, layer in layers.items()}, layers)
+
+
+def _scale_layers(leaves: Leaves, ratios: Mapping[str, float], layers: Mapping[str, AdaptedLayer]) -> Leaves:
+    """Leaves with the factor that begins at zero times a ratio, in some layers."""
+    if not ratios:
+        return leaves
+    return leaves | {
+        factor: {
+            n: t * ratios[n] if n in ratios and layers[n].embedding == (factor == "a") else t
+            for n, t in leaves[factor].items()
+        }
+        for factor in ("a", "b")
+        if factor in leaves
+    }
 
 
 def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
