@@ -223,7 +223,8 @@ def intervals(name: str) -> set[str]:
 @pytest.mark.parametrize("name", ENTERED)
 def test_intervals_in_the_text_below_a_table_are_those_of_its_figures(name: str) -> None:
     page = (RESULTS / SETTINGS["experiments"][name]["page"]).read_text()
-    below = page.split(f"<!-- evidence {name} -->")[1].split("<!-- end -->")[1].split("\n#")[0]
+    below = page.split(f"<!-- evidence {name} -->")[1].split("<!-- end -->")[1]
+    below = re.split(r"\n#|<!-- evidence ", below)[0]
     printed = set(re.findall(r"\[[-−+]?[\d.]+, [-−+]?[\d.]+\]", below))
     assert printed <= intervals(name)
 

@@ -276,7 +276,7 @@ def test_a_half_precision_base_has_factors_in_full_precision(llama):
 
 
 def test_what_changes_the_base_or_the_algebra_is_refused_by_name():
-    kinds = ("pissa", "pissa_niter_4", "olora", "loftq", "eva", "corda", "orthogonal", "mica", False, 1)
+    kinds = ("pissa_niter_4", "loftq", "eva", "corda", "orthogonal", "mica", False, 1)
     for name, value in (
         *(("init_lora_weights", kind) for kind in kinds),
         ("use_dora", True),

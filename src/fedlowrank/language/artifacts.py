@@ -137,6 +137,8 @@ def _adapter_config(
     """``adapter_config.json`` of an adapter as written here."""
     made = copy.deepcopy(config)
     made.r = made.lora_alpha = rank
+    # PEFT would start anew from the weights of the base that it loads
+    made.init_lora_weights = True
     # one rank, and B holds the scale of its layer
     made.rank_pattern, made.alpha_pattern = {}, {}
     made.use_rslora, made.inference_mode, made.base_model_name_or_path = False, True, base_name

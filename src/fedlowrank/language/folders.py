@@ -76,6 +76,8 @@ class AdapterFolders:
         self.base_name = base_name or loaded.name
         self._metadata = dict(metadata or {})
         self._lora: LoRA = find_lora(model, None)
+        # what the factors began at, which is part of the weights of the files and not of those in memory
+        self._taken: Factors = self._lora.trained if self._lora.principal else {}
         self._common: dict[str, Tensor] = {}
         self._common_digest = ""
 
@@ -86,6 +88,8 @@ class AdapterFolders:
         factors, weight_updates = {}, {}
         for name, layer in self._lora.layers.items():
             factors[name] = layer.read_pair(everything)
+            if name in self._taken:
+                factors[name] = _add_pair(factors[name], self._taken[name], -1.0)
             if layer.weight in params:
                 update = everything[layer.weight].float() - self._lora.base[layer.weight].float()
                 weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
@@ -147,6 +151,8 @@ class AdapterFolders:
             assert isinstance(update, Tensor)
             module = self._model.get_submodule(layer.weight.removesuffix(".weight"))
             whole |= {f"{name}.{own}": value for own, value in module.state_dict().items()}
+            update = self._in_memory(name, update)
+            assert isinstance(update, Tensor)
             whole[f"{name}.weight"] = (weight.float() + layer.reshape_update(update)).to(weight.dtype)
         factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
@@ -160,6 +166,7 @@ class AdapterFolders:
             update = {n: model.update(n, self._lora.scale) for n in model.factors}
         else:
             update = {n: t.pair for n, t in parts.items()}
+        update = {n: self._in_memory(n, one) for n, one in update.items()}
         made = merge_update(self._model, self._lora.layers, update, model.head | model.saved)
         return save_model(folder, made, self._loaded.tokenizer)
 
@@ -181,6 +188,15 @@ class AdapterFolders:
             folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest)
         )
         return [*written, own]
+
+    def _in_memory(self, name: str, update: Pair | Tensor) -> Pair | Tensor:
+        """An update of a weight of the files as one of the weight in memory."""
+        if name not in self._taken:
+            return update
+        taken, scale = self._taken[name], self._lora.scale
+        if isinstance(update, Pair):
+            return _add_pair(update, taken, scale)
+        return update + taken.dense().float() * scale
 
     def _adapter(
         self,
@@ -206,6 +222,11 @@ class AdapterFolders:
         )
         _add_metadata(folder, self._metadata)
         return folder
+
+
+def _add_pair(pair: Pair, other: Pair, factor: float) -> Pair:
+    """The factors of a sum of products, pair + factor · other."""
+    return Pair(torch.cat([pair.b, other.b * factor], 1), torch.cat([pair.a, other.a]))
 
 
 def _add_metadata(folder: Path, more: Mapping[str, Any]) -> None:

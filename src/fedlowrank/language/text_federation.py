@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..adapters.lora.adapted_layers import PEFT_PREFIX
+from ..adapters.lora.adapted_layers import PEFT_PREFIX, is_principal_initial
 from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.arguments.bounds import check_bounds, check_minimum
 from ..core.errors import ConfigError, TaskError
@@ -201,7 +201,9 @@ class Language:
         folders = self._folders(settings)
         largest, own = folders.lora.largest_rank, int(self.model.peft_config[ADAPTER].r)
         ranks = lora_ranks_of_clients(run, largest, own)
-        rank = max(ranks) if settings.rank is None else settings.rank
+        # what is added to the weights of the files is the end less the start, of twice the rank
+        most = 2 * max(ranks) if folders.lora.principal else max(ranks)
+        rank = most if settings.rank is None else settings.rank
         if settings.rank is not None and settings.form == "adapters":
             shapes = folders.lora.shapes
             warn_lowered_ranks("adapters", dict.fromkeys(shapes, rank), shapes)
@@ -333,6 +335,11 @@ def load_language_model(
     fields = dict(lora)
     start = fields.pop("start", None)
     folder = None if start is None else Path(os.path.expandvars(start)).expanduser()
+    if folder is not None and is_principal_initial(fields.get("init_lora_weights")):
+        raise ConfigError(
+            f"lora: init_lora_weights = {fields['init_lora_weights']!r} and lora.start are two starts of the same factors; leave "
+            "one of them out"
+        )
     if folder is not None:
         fields = fields_with_start(folder, fields)
     config = lora_config(fields)

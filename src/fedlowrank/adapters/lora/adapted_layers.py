@@ -94,32 +94,42 @@ class AdaptedLayer:
         }
 
 
+PRINCIPAL = ("pissa", "olora")
+"""Values of PEFT's ``init_lora_weights`` under which factors begin at a part of the weight, and the base holds the rest."""
+
+
 def is_gaussian_initial(initial: Any) -> bool | None:
     """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None if it is not supported."""
-    if initial is True:
+    if initial is True or is_principal_initial(initial):
         return False
     return True if isinstance(initial, str) and initial.lower() == "gaussian" else None
 
 
-def uses_gaussian_initial(module: nn.Module) -> bool:
-    """Whether PEFT's configurations within a module ask for a normal A.
+def is_principal_initial(initial: Any) -> bool:
+    """Whether a value of PEFT's ``init_lora_weights`` is one of :data:`PRINCIPAL`."""
+    return isinstance(initial, str) and initial.lower() in PRINCIPAL
+
+
+def find_initials(module: nn.Module) -> tuple[bool, bool]:
+    """Whether PEFT's configurations within a module ask for a normal A; and for a part of the weight (:data:`PRINCIPAL`).
 
     Raises:
-        TaskError: if one asks for an adapter that does not begin as a zero update of an unchanged base.
+        TaskError: if one asks for an adapter that begins otherwise.
     """
-    found = set()
+    found, principal = set(), False
     for layer in module.modules():
         configs = getattr(layer, "peft_config", None)
         for config in configs.values() if isinstance(configs, Mapping) else ():
             initial = getattr(config, "init_lora_weights", True)
             found.add(is_gaussian_initial(initial))
+            principal |= is_principal_initial(initial)
             if None in found:
                 raise TaskError(
                     f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated "
-                    "training an adapter must begin as a zero update of an unchanged base. Make it with "
-                    "True (Kaiming uniform) or 'gaussian'."
+                    "training an adapter must begin as a zero update of an unchanged base, or as 'pissa' or 'olora'. "
+                    "Make it with True (Kaiming uniform), 'gaussian' or one of those."
                 )
-    return True in found
+    return True in found, principal
 
 
 class FactorParameters(NamedTuple):

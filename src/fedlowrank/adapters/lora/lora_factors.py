@@ -35,8 +35,8 @@ from .adapted_layers import (
     FactorParameters,
     describe_adapted_layer,
     find_factors,
+    find_initials,
     find_plain_layers,
-    uses_gaussian_initial,
 )
 
 
@@ -51,6 +51,7 @@ class LoRA:
         rank: r of the module's own factors, or None.
         rslora: whether α is divided by √r instead of r.
         gaussian: whether the initial A is normal (``init_lora_weights = "gaussian"`` of PEFT), not uniform.
+        principal: whether the module's own factors begin at a part of the weights (PiSSA, OLoRA), and the base lacks it.
         trained: the module's own factors where their product is not zero: clients go on from them.
         cache: values derived from it, shared by all clients.
     """
@@ -61,6 +62,7 @@ class LoRA:
     rank: int | None = None
     rslora: bool = False
     gaussian: bool = False
+    principal: bool = False
     trained: Factors = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -228,7 +230,7 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         scale,
         rank,
         any(f.rslora for f in factors),
-        uses_gaussian_initial(module),
+        *find_initials(module),
         {name: pair for name, pair in own.items() if pair.a.any() and pair.b.any()},
     )
 

@@ -18,7 +18,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
+from ...adapters.lora.adapted_layers import (
+    PEFT_PREFIX,
+    AdaptedLayer,
+    is_gaussian_initial,
+    is_principal_initial,
+)
 from ...adapters.lora.lora_factors import find_lora
 from ...adapters.lora.rank_limits import warn_lowered_ranks
 from ...core.errors import TaskError
@@ -26,6 +31,7 @@ from ...core.key import Key
 from ...linalg.pair import Factors, Pair, truncate_pair
 from ...models.architecture import build_module
 from ..optional import import_library
+from .principal_start import start_from_weights
 
 T = TypeVar("T")
 
@@ -69,6 +75,7 @@ def attach_adapter(
     made.exclude_modules = _exclude_head(given, whole)
     # they need no copy beside them: their values travel
     made.modules_to_save = None
+    init, made.init_lora_weights = made.init_lora_weights, True
     names = _adaptable_layers(model)
     chosen = _find_targets(model, made, names)
     shapes = {name: _matrix_shape(name, names[name]) for name in chosen}
@@ -117,10 +124,13 @@ def attach_adapter(
         tuned.get_submodule(f"{PEFT_PREFIX}{name}").scaling[ADAPTER] = scales[name]
     own, adapted = dict(tuned.named_parameters()), find_lora(tuned, None).layers
     with torch.no_grad():
-        for layer, pair in initial_peft_factors(adapted, made.r, key, made.init_lora_weights).items():
+        for layer, pair in initial_peft_factors(adapted, made.r, key, init).items():
             own_pair = truncate_pair(pair, adapted[layer].largest_rank)
             for name, value in adapted[layer].as_parameters(own_pair).items():
                 own[name].copy_(value)
+    slot.init_lora_weights = init
+    if is_principal_initial(init):
+        start_from_weights(tuned, chosen, ADAPTER, init.lower())
     for name, parameter in own.items():
         if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in whole):
             parameter.requires_grad_()

@@ -58,7 +58,8 @@ def lora_config(fields: Mapping[str, Any]) -> Any:
     if is_gaussian_initial(initial) is None:
         raise ConfigError(
             f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must "
-            "begin as B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
+            "begin as B = 0 on an unchanged base, or at a part of its weights that is the same on all machines. Take true "
+            "(Kaiming uniform), 'gaussian', 'pissa' or 'olora'."
         )
     try:
         made = library.LoraConfig(**fields)

@@ -136,7 +136,15 @@ class Tuning(CheckedFields):
             )
         for remark in self.remarks(task, method):
             warn_user(f"{method}: {remark}", LoweredRankWarning)
-        return [self.rank_of(client, lora) for client in task.clients]
+        found = [self.rank_of(client, lora) for client in task.clients]
+        if lora.principal and lora.rank is not None and min(found) < lora.rank:
+            client = task.clients[found.index(min(found))]
+            raise TaskError(
+                f"{method}: the factors begin at the {lora.rank} principal components of each weight (init_lora_weights), and "
+                f"client {client.id} of rank {min(found)} would begin without some of them. Give all clients rank {lora.rank}, "
+                "or take init_lora_weights = true"
+            )
+        return found
 
     def equal_rank(self, task: Task, method: str) -> int:
         """The one rank of all clients.
