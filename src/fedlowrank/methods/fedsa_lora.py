@@ -27,7 +27,14 @@ from .families.lora_clients import (
     describe_ranks,
     send_factors,
 )
-from .families.lora_family import Leaves, Message, Tuning, starting_factors, train_leaves
+from .families.lora_family import (
+    Leaves,
+    Message,
+    Tuning,
+    refuse_principal,
+    starting_factors,
+    train_leaves,
+)
 
 
 @tree_dataclass
@@ -62,6 +69,11 @@ class FedSALoRA(Method[ServerState, ClientState, Message, Message]):
     def server_init(self, task: Task) -> ServerState:
         """A random A, or the model's trained one."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
+        refuse_principal(
+            task,
+            self.title,
+            "sends A alone, and B, which every machine finds by itself, may have other signs",
+        )
         a = {n: p.a for n, p in self._factors(task, rank).items()}
         return ServerState(_without_b(a), self.tuning.shared_rest(model))
 

@@ -29,7 +29,14 @@ from .families.lora_clients import (
     leaves_of_message,
     send_factors,
 )
-from .families.lora_family import Leaves, Message, Tuning, starting_factors, train_leaves
+from .families.lora_family import (
+    Leaves,
+    Message,
+    Tuning,
+    refuse_principal,
+    starting_factors,
+    train_leaves,
+)
 
 
 @tree_dataclass
@@ -60,6 +67,11 @@ class FFALoRA(Method[ServerState, Params, Message, Message]):
             TaskError: if ranks differ, or an embedding is adapted.
         """
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
+        refuse_principal(
+            task,
+            self.title,
+            "sends B alone, and A, which every machine finds by itself, may have other signs",
+        )
         embeddings = [n for n, site in lora_of(model).layers.items() if site.embedding]
         if embeddings:
             raise TaskError(

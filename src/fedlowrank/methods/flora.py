@@ -22,7 +22,6 @@ from ..adapters.wire_format import PackedFactors
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.contract.update import ZERO_REFERENCE, Update
-from ..core.errors import TaskError
 from ..core.tree import Params, tree_dataclass
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, UpdateHistory, weigh_factors
@@ -33,6 +32,7 @@ from .families.lora_family import (
     Tuning,
     leaves_of,
     model_parameters,
+    refuse_principal,
     scale_factors,
     train_leaves,
 )
@@ -85,11 +85,7 @@ class FLoRA(Method[ServerState, ClientState, Download, Message]):
     def server_init(self, task: Task) -> ServerState:
         """No stack yet, or the model's trained factors as the first."""
         self.tuning.ranks(task, self.title)
-        if lora_of(task.common_model(self.title)).principal:
-            raise TaskError(
-                f"{self.title} begins every round with new factors, so those of init_lora_weights would not be trained. Take "
-                "init_lora_weights = true, or another method"
-            )
+        refuse_principal(task, self.title, "begins every round with new factors")
         model = task.common_model(self.title)
         lora, history = lora_of(model), UpdateHistory([], {})
         if lora.trained:

@@ -197,6 +197,24 @@ class Tuning(CheckedFields):
         return Message(pack_factors(factors, self.wire), rest if self.head == "shared" else {})
 
 
+def refuse_principal(task: Task, method: str, reason: str) -> None:
+    """Refuse factors that begin at a part of the base's weights (PiSSA, OLoRA) where a method cannot have them.
+
+    Args:
+        task: with the model.
+        method: its title.
+        reason: what the method does, for the message.
+
+    Raises:
+        TaskError: if the factors of the model begin so.
+    """
+    if lora_of(task.common_model(method)).principal:
+        raise TaskError(
+            f"{method} {reason}, so factors cannot begin at a part of the base's weights. Take init_lora_weights = true, or "
+            "another method"
+        )
+
+
 def rank_of_factors(factors: Mapping[str, Pair | Rounded | Quantized]) -> int:
     """The rank of a client's factors: that of its widest layer, for others may have less."""
     return max(pair.b.shape[1] for pair in factors.values())
