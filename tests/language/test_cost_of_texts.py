@@ -10,6 +10,8 @@ import torch
 
 from fedlowrank.core import tree
 from fedlowrank.core.learning.losses import AUTO
+from fedlowrank.models.architecture import Architecture
+from fedlowrank.training import local_data
 from fedlowrank.training.flops import FlopCounter, FlopLedger
 
 from .test_runs import causal, run_of
@@ -65,6 +67,29 @@ def test_a_cost_that_is_no_square_of_the_length_is_not_learnt() -> None:
     assert not ledger.fit("couples", lambda b, t: b * b * t, 64)
     assert not ledger.fit("short", lambda b, t: b * t, 3)
     assert not ledger.knows("cubic", (1, 8))
+
+
+def test_a_large_vocabulary_takes_fewer_texts_at_once_and_gives_the_same_loss(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(causal(llama, tmp_path, split={"train": 0.5, "test": 0.5, "val": 0.0}), 0)
+    model = run.federation.architectures["language"]
+    seen: list[int] = []
+    apply = Architecture.apply
+
+    def counted_apply(self: Architecture, params: Any, x: Any) -> torch.Tensor:
+        scores = apply(self, params, x)
+        seen.append(scores.numel())
+        return scores
+
+    monkeypatch.setattr(Architecture, "apply", counted_apply)
+    usual = run.start().values("loss", "test")
+    most, tokens = max(seen), 2 * run.federation.clients[0].train.x["attention_mask"].shape[1]
+    seen.clear()
+    # room for the scores of two texts
+    monkeypatch.setattr(local_data, "SCORES", tokens * model.vocabulary)
+    assert run.start().values("loss", "test") == pytest.approx(usual, rel=1e-6)
+    assert max(seen) <= tokens * model.vocabulary < most
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

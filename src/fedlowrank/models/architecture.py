@@ -238,7 +238,15 @@ class Architecture:
     @property
     def hidden_size(self) -> int | None:
         """Numbers that stand for a token in a model of transformers; None for others."""
-        found = getattr(getattr(self.module, "config", None), "hidden_size", None)
+        return self._config_number("hidden_size")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens that a model of transformers knows; None for others."""
+        return self._config_number("vocab_size")
+
+    def _config_number(self, name: str) -> int | None:
+        found = getattr(getattr(self.module, "config", None), name, None)
         return found if isinstance(found, int) else None
 
     def declare_repeatable(self) -> None:

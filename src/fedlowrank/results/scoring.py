@@ -43,6 +43,7 @@ class ScoringPool:
         whole: the examples of all sets, one after another; None to go through set by set.
         at_once: whether each set is one batch; only where they are gone through set by set.
         loss: of the task.
+        vocabulary: of a language model; see :func:`fedlowrank.training.local_data.chunk_size`.
 
     Attributes:
         bytes: of the concatenated inputs.
@@ -54,8 +55,9 @@ class ScoringPool:
         whole: Examples | None = None,
         at_once: bool = False,
         loss: Loss = AUTO,
+        vocabulary: int | None = None,
     ) -> None:
-        self.at_once, self.loss = at_once, loss
+        self.at_once, self.loss, self.vocabulary = at_once, loss, vocabulary
         self.lengths = [len(part) for part in parts]
         self.passes = [part for part in parts if len(part)] if whole is None else [whole]
         self.bytes = 0 if whole is None else whole.inputs.nbytes  # type: ignore[union-attr]  # one tensor
@@ -63,8 +65,9 @@ class ScoringPool:
 
 def pool_of(model: Model, parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool:
     """Sets of examples, each of them one batch if the model mixes the examples of a batch."""
-    is_long = any(len(part) > chunk_size(part) for part in parts)
-    return ScoringPool(parts, at_once=is_long and mixes_examples(model), loss=loss)
+    is_long = any(len(part) > chunk_size(part, model.vocabulary) for part in parts)
+    at_once = is_long and mixes_examples(model)
+    return ScoringPool(parts, at_once=at_once, loss=loss, vocabulary=model.vocabulary)
 
 
 def concatenate(parts: Sequence[Examples], loss: Loss = AUTO) -> ScoringPool | None:
@@ -204,7 +207,7 @@ def _batches(
     lengths = iter(pool.lengths)
     counts = [(predict, sum(itertools.islice(lengths, sets))) for predict, sets in predictors]
     for examples in pool.passes:
-        first, size = 0, chunk_size(examples)
+        first, size = 0, chunk_size(examples, pool.vocabulary)
         if not isinstance(examples.x, dict) and examples.x.shape[1:].numel() <= SMALL:
             size *= 2
         if pool.at_once:

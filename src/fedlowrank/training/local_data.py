@@ -31,17 +31,26 @@ CHUNK = 256
 """Examples at once without a gradient: enough to keep a core busy, few enough for its cache."""
 
 TOKENS = 4096
-"""Tokens at once without a gradient: their scores over a vocabulary of 32,000 take half a gigabyte."""
+"""Tokens at once without a gradient, at most."""
+
+SCORES = TOKENS << 15
+"""Scores of tokens at once without a gradient, at most: half a gigabyte. A vocabulary of 32,768 allows all :data:`TOKENS`."""
 
 
-def chunk_size(examples: Examples) -> int:
-    """Examples at once where no gradient is taken."""
+def chunk_size(examples: Examples, vocabulary: int | None = None) -> int:
+    """Examples at once where no gradient is taken.
+
+    Args:
+        examples: of which a chunk is taken.
+        vocabulary: of a language model, which gives as many scores for each token that has a label.
+    """
     width = _width(examples)
     if width is None or not isinstance(examples.x, dict):
         return CHUNK
     # both responses of a pair
     tokens = examples.x["attention_mask"].shape[1:].numel()
-    return max(1, min(CHUNK, TOKENS // tokens))
+    most = TOKENS if vocabulary is None or examples.y.ndim < 2 else min(TOKENS, SCORES // vocabulary)
+    return max(1, min(CHUNK, most // tokens))
 
 
 def _width(examples: Examples) -> int | None:

@@ -49,6 +49,11 @@ class Model(Protocol):
         ...
 
     @property
+    def vocabulary(self) -> int | None:
+        """Tokens that a model of transformers knows; None for others."""
+        ...
+
+    @property
     def training(self) -> bool:
         """Whether the module is in training mode, as in the steps of a pass."""
         ...
