@@ -182,7 +182,8 @@ def _by_layer(config: Any, pattern: str, names: Sequence[str], usual: T) -> dict
     keys = {name: get_pattern_key(list(patterns), name) for name in names}
     if unused := [key for key in patterns if key not in keys.values()]:
         raise TaskError(
-            f"{pattern}: {unused[0]!r} is the end of the name of no adapted layer that no earlier key has"
+            f"lora.{pattern}: {unused[0]!r} matches no adapted layer, or only such that an earlier key matches. Leave it out, or "
+            "name the layer in target_modules"
         )
     return {name: patterns.get(key, usual) for name, key in keys.items()}
 
