@@ -110,7 +110,8 @@ class FlopLedger:
 
         A transformer takes b (c + α T + β T²) + γ + δ T operations for b texts of T tokens; γ and δ are those that a batch
         shares, such as the rotations of positions where they are a matrix product. Three lengths and two texts give the
-        numbers; another length and number of texts must come to the same exactly, or nothing is learnt.
+        numbers; two texts of another length must come to the same exactly, or nothing is learnt. Nor is it where γ or δ is
+        negative, as where the texts of a batch look at each other.
 
         Args:
             kind: see :meth:`counting`.
@@ -174,5 +175,5 @@ def _fit_texts(count: Callable[[int, int], int], unit: int) -> TextCost | None:
     batch_token, over = divmod(batch_two - batch_one, unit)
     batch = batch_one - batch_token * unit
     found = TextCost(constant - batch, linear - batch_token, square, batch, batch_token)
-    exact = not (rest or left or over)
-    return found if exact and found.of(3, 4 * unit) == count(3, 4 * unit) else None
+    exact = not (rest or left or over) and batch >= 0 and batch_token >= 0
+    return found if exact and found.of(2, 4 * unit) == count(2, 4 * unit) else None
