@@ -51,6 +51,9 @@ SERIES = {
 }
 """Name, color and marker of the models that clients use and of further series."""
 
+MANY = 10
+"""Comparisons of a claim from which on their labels are short."""
+
 
 def draw_downlink(name: str, path: Path) -> None:
     """Accuracy against bytes to the clients: FedSLR as a curve over λ for each series, others as points.
@@ -229,8 +232,11 @@ def _claim_rows(paper: str, unit: str) -> list[tuple[str, Case | None]]:
             continue
         sign = {"-": " Claimed: below 0.", ">=": " Claimed: above −1.", "=": " Claimed: within ±1."}
         title = f"{claim['claim']}{sign.get(claim.get('expected', '+'), '')} → {verdict}"
+        # of many comparisons of two methods the methods are named once
+        once = len(cases) > MANY and not claim["difference"].endswith("minus")
         rows += [(line, None) for line in textwrap.wrap(title, 130)]
-        rows += [(label_of(claim, case), case) for case in cases]
+        rows += [(f"{claim['difference']}:", None)] if once else []
+        rows += [(case.label if once else label_of(claim, case), case) for case in cases]
     return rows
 
 
