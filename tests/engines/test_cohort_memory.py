@@ -47,3 +47,26 @@ def test_a_cohort_without_room_is_divided(room: int, monkeypatch: pytest.MonkeyP
     whole = [5, 2, 3, 1, 1, 1, 2] if room else [5, 2, 1]
     assert tried[: len(whole)] == whole
     assert max(tried[len(whole) :]) <= 2
+
+
+def test_fewer_clients_than_parts_are_a_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = METHODS["fedavg"](batch_size=8, optimizer=SGD(lr=0.1, momentum=0.9))
+    tried: list[int] = []
+    train = cohort_trainer.train_cohort
+
+    def with_room_for_one(trainers: Any, *args: Any) -> Any:
+        tried.append(len(trainers))
+        if len(trainers) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return train(trainers, *args)
+
+    monkeypatch.setattr(cohort_trainer, "train_cohort", with_room_for_one)
+    on, engine = federation(small), Vectorized()
+    Run(method, on, RunSettings(rounds=1), engine).step()
+    # five parts are remembered
+    assert tried[-5:] == [1] * 5
+    tried.clear()
+    settings = RunSettings(rounds=1, participation=0.8)
+    one, other = (Run(method, on, settings, e) for e in (Sequential(), engine))
+    assert other.step().loss == pytest.approx(one.step().loss, abs=1e-6)
+    assert tried == [1] * 4

@@ -115,6 +115,17 @@ def test_adapters_and_whole_models_fit_the_base_of_the_files(
     assert any((tmp_path / "exact").glob("*/model.safetensors"))
 
 
+def test_adapters_for_a_base_that_moved_fit_the_base_beside_them(llama: Path, tmp_path: Path) -> None:
+    lora = LORA | {"ranks": [3], "init_lora_weights": "pissa"}
+    experiment = toml(causal(llama, tmp_path, method="fedex_lora", lora=lora), tmp_path / "e.toml")
+    assert main(["run", str(experiment), "-o", str(tmp_path / "run")]) == 0
+    assert main(["adapters", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--exact"]) == 0
+    run = open_run(tmp_path / "run", "")
+    for k in range(3):
+        found = by_peft(tmp_path / "out" / "base", tmp_path / "out" / f"client_{k:04d}")
+        torch.testing.assert_close(found, live(run, k), rtol=0, atol=2e-5)
+
+
 def test_a_module_of_the_user_may_begin_so() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))

@@ -146,13 +146,12 @@ class AdapterFolders:
             return self.write_whole(folder, model)
         whole: Params = {}
         for name in model.weight_updates:
-            layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
+            layer = self._lora.layers[name]
+            update = self._in_memory(name, model.update(name, self._lora.scale))
             weight = self._lora.base[layer.weight].detach()
             assert isinstance(update, Tensor)
             module = self._model.get_submodule(layer.weight.removesuffix(".weight"))
             whole |= {f"{name}.{own}": value for own, value in module.state_dict().items()}
-            update = self._in_memory(name, update)
-            assert isinstance(update, Tensor)
             whole[f"{name}.weight"] = (weight.float() + layer.reshape_update(update)).to(weight.dtype)
         factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
@@ -166,8 +165,7 @@ class AdapterFolders:
             update = {n: model.update(n, self._lora.scale) for n in model.factors}
         else:
             update = {n: t.pair for n, t in parts.items()}
-        update = {n: self._in_memory(n, one) for n, one in update.items()}
-        made = merge_update(self._model, self._lora.layers, update, model.head | model.saved)
+        made = self._merge(update, model.head | model.saved)
         return save_model(folder, made, self._loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
@@ -177,7 +175,7 @@ class AdapterFolders:
         """
         written = []
         if not self._common:
-            made = merge_update(self._model, self._lora.layers, model.weight_updates)
+            made = self._merge(model.weight_updates)
             written.append(save_model(folder / COMMON, made, self._loaded.tokenizer))
             self._common = model.weight_updates
             self._common_digest = combine_file_digests(digest_base_files(folder / COMMON))
@@ -188,6 +186,11 @@ class AdapterFolders:
             folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest)
         )
         return [*written, own]
+
+    def _merge(self, updates: Mapping[str, Pair | Tensor], whole: Params | None = None) -> Any:
+        """A copy of the base of the files with updates of its weights added, and some modules replaced."""
+        found = {n: self._in_memory(n, one) for n, one in updates.items()}
+        return merge_update(self._model, self._lora.layers, found, whole)
 
     def _in_memory(self, name: str, update: Pair | Tensor) -> Pair | Tensor:
         """An update of a weight of the files as one of the weight in memory."""

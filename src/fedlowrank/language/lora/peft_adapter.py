@@ -79,10 +79,8 @@ def attach_adapter(
     names = _adaptable_layers(model)
     chosen = _find_targets(model, made, names)
     shapes = {name: _matrix_shape(name, names[name]) for name in chosen}
-    wanted, alphas = (
-        _by_layer(made, "rank_pattern", chosen, made.r),
-        _by_layer(made, "alpha_pattern", chosen, made.lora_alpha),
-    )
+    wanted = _by_layer(made, "rank_pattern", chosen, made.r)
+    alphas = _by_layer(made, "alpha_pattern", chosen, made.lora_alpha)
     warn_lowered_ranks("LoRA", wanted, shapes)
     ranks = {name: min(wanted[name], *shape) for name, shape in shapes.items()}
     # the scale of a layer that can have less than it was given is that of the rank that another one has

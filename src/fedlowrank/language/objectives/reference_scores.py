@@ -45,10 +45,8 @@ def add_reference(
 def _with_reference(examples: Examples, model: Architecture, device: str) -> Examples:
     assert isinstance(examples.x, dict)
     nothing = torch.zeros(len(examples), 2)
-    pairs, size = (
-        Examples({**examples.x, REFERENCE: nothing}, examples.y),
-        chunk_size(examples, model.vocabulary),
-    )
+    pairs = Examples({**examples.x, REFERENCE: nothing}, examples.y)
+    size = chunk_size(examples, model.vocabulary)
     parts: list[Tensor] = [nothing[:0]]
     for places in torch.arange(len(examples)).split(size) if len(examples) else ():
         x = gather(pairs, places).x

@@ -236,8 +236,8 @@ class CohortTrainer:
         known = self._memory.is_equal.get(functions)
         if known is False or len(self.locals_) == 1:
             return None
-        parts: int | None = self._memory.parts.get(functions, 1)
-        while parts is not None:
+        parts = self._memory.parts.get(functions, 1)
+        while True:
             try:
                 found = self._together(request, not known, own, parts)
             except UnsupportedError as reason:
@@ -248,13 +248,11 @@ class CohortTrainer:
                 if parts >= len(self.locals_):
                     # a client alone may take a step in parts
                     self._memory.log(name, error)
-                    parts = None
-                else:
-                    parts = self._memory.parts[functions] = min(2 * parts, len(self.locals_))
+                    return None
+                parts = self._memory.parts[functions] = min(2 * parts, len(self.locals_))
             else:
                 self._memory.is_equal[functions] = True
                 return found
-        return None
 
     def _together(
         self, request: Request, compare: bool, own_requests: Sequence[Request] | None, parts: int
@@ -309,7 +307,7 @@ class CohortTrainer:
         on_cpu = all(t.device.type == "cpu" for t in tensors)
         size = sum(t.nbytes for t in tensors) // clients
         most = max(1, (CACHE if on_cpu else MEMORY) // max(1, size))
-        parts = max(parts, -(-clients // most))
+        parts = min(clients, max(parts, -(-clients // most)))
         bounds = [clients * k // parts for k in range(parts + 1)]
         return list(itertools.pairwise(bounds))
 
