@@ -16,6 +16,7 @@ from ..adapters.lora.adapted_layers import PEFT_PREFIX, AdaptedLayer
 from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair, zero_pad_pair
+from ..models.stateless import names_of_parameters
 from .base_model import HEAD_NAMES
 from .lora.peft_adapter import ADAPTER
 from .optional import import_library, quiet
@@ -98,9 +99,7 @@ def merge_update(
         TaskError: if a layer is quantized, or shares its weight with another.
     """
     made = copy.deepcopy(model).unload()
-    owners: dict[int, list[str]] = {}
-    for name, parameter in made.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+    owners = names_of_parameters(made)
     for name, one in update.items():
         weight = made.get_submodule(name).weight
         if not weight.is_floating_point():

@@ -69,6 +69,14 @@ def is_within(name: str, module: str | None) -> bool:
     return module is not None and (name == module or name.startswith(f"{module}."))
 
 
+def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by the identity of the tensor: several where weights are tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
 def restore_slots(saved: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,11 @@ class AdaptedLayer:
     ratio: float = 1.0
 
     @property
+    def zero(self) -> Literal["a", "b"]:
+        """The factor that begins at zero."""
+        return "a" if self.embedding else "b"
+
+    @property
     def largest_rank(self) -> int:
         """The most components that its factors may have."""
         return min(self.shape) if self.limit is None else min(*self.shape, self.limit)
@@ -66,24 +71,18 @@ class AdaptedLayer:
 
     def read_pair(self, params: Mapping[str, Tensor]) -> Pair:
         """The factors of this layer among a model's parameters."""
-        return self.multiply(Pair(params[str(self.b)].flatten(1), params[str(self.a)].flatten(1)))
+        pair = Pair(params[str(self.b)].flatten(1), params[str(self.a)].flatten(1))
+        return self._times(pair, self.ratio)
 
     def as_parameters(self, pair: Pair) -> Params:
         """Factors, of any rank, as the two parameters of this layer."""
-        return self.shape_parameters(self.divide(pair))
-
-    def divide(self, pair: Pair) -> Pair:
-        """Factors as they are trained: the one that begins at zero over :attr:`ratio`."""
-        return self._times(pair, 1 / self.ratio)
-
-    def multiply(self, pair: Pair) -> Pair:
-        """The inverse of :meth:`divide`."""
-        return self._times(pair, self.ratio)
+        return self.shape_parameters(self._times(pair, 1 / self.ratio))
 
     def _times(self, pair: Pair, factor: float) -> Pair:
+        """A multiple of the product, by the factor that begins at zero."""
         if factor == 1.0:
             return pair
-        return Pair(pair.b, pair.a * factor) if self.embedding else Pair(pair.b * factor, pair.a)
+        return Pair(pair.b, pair.a * factor) if self.zero == "a" else Pair(pair.b * factor, pair.a)
 
     def shape_parameters(self, pair: Pair) -> Params:
         """Two matrices, of any rank, in the shapes of the two parameters of this layer."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...adapters.lora.adapted_layers import PEFT_PREFIX
 from ...core.errors import TaskError
+from ...models.stateless import names_of_parameters
 
 
 def start_from_weights(model: Any, names: Sequence[str], adapter: str, init: str) -> None:
@@ -30,9 +31,7 @@ def start_from_weights(model: Any, names: Sequence[str], adapter: str, init: str
     Source:
         Meng et al., "PiSSA", NeurIPS 2024, arXiv:2404.02948; Büyükakyüz, "OLoRA", 2024, arXiv:2406.01775.
     """
-    owners: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(path)
+    owners = names_of_parameters(model)
     layers: Mapping[str, Any] = {name: model.get_submodule(f"{PEFT_PREFIX}{name}") for name in names}
     for name, layer in layers.items():
         base = layer.base_layer

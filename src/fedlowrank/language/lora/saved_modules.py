@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.errors import ConfigError, did_you_mean
+from ...models.stateless import is_within, names_of_parameters
 
 
 def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = ()) -> tuple[str, ...]:
@@ -34,11 +35,9 @@ def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = (
                 f"{did_you_mean(name, short)}"
             )
         found += matches
-    chosen = [n for n in modules if n in found and not _is_within(n, [*head])]
-    outer = tuple(n for n in chosen if not _is_within(n, [other for other in chosen if other != n]))
-    owners: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(path)
+    chosen = [n for n in modules if n in found and not _is_within_any(n, head)]
+    outer = tuple(n for n in chosen if not _is_within_any(n, [other for other in chosen if other != n]))
+    owners = names_of_parameters(model)
     for module in outer:
         for own, parameter in modules[module].named_parameters():
             if not parameter.is_floating_point():
@@ -46,7 +45,7 @@ def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = (
                     f"lora.modules_to_save: {module} is quantized and cannot be trained whole. Leave it out, or load the "
                     "base without quantize"
                 )
-            other = [p for p in owners[id(parameter)] if not _is_within(p.rpartition(".")[0], outer)]
+            other = [p for p in owners[id(parameter)] if not _is_within_any(p.rpartition(".")[0], outer)]
             if other:
                 raise ConfigError(
                     f"lora.modules_to_save: {module}.{own} and {other[0]} are one tensor (tied weights), and an adapter of "
@@ -55,6 +54,6 @@ def find_saved_modules(model: Any, names: Sequence[str], head: Sequence[str] = (
     return outer
 
 
-def _is_within(name: str, modules: Sequence[str]) -> bool:
+def _is_within_any(name: str, modules: Sequence[str]) -> bool:
     """Whether a module is one of these or within one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
+    return any(is_within(name, module) for module in modules)

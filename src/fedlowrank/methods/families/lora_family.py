@@ -322,9 +322,8 @@ def train_leaves(
         TaskError: if no factor changed although the learning rate is not 0: no gradient reaches them.
     """
     model, held, more = view.model, fixed or {}, frozen or {}
-    layers = lora_of(model).layers
     # a layer with a scale of its own is trained in the module's own factors
-    ratios = {n: layer for n, layer in layers.items() if layer.ratio != 1}
+    scaled = {n: layer for n, layer in lora_of(model).layers.items() if layer.ratio != 1}
     # a scale of its own differs between clients, which are to be trained together all the same
     own = (
         None
@@ -335,7 +334,7 @@ def train_leaves(
     def loss(
         leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None
     ) -> Tensor:
-        leaves = _multiply(leaves, ratios)
+        leaves = _scale_layers(leaves, scaled, 1)
         params = model_parameters(
             model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved
         )
@@ -348,7 +347,7 @@ def train_leaves(
         | {f"{join_path('/1', n)}/{factor}": axis for n in more for factor, axis in (("b", 1), ("a", 0))},
     )
     given = held, more, moved or {}, own
-    start = _divide(start, ratios)
+    start = _scale_layers(start, scaled, -1)
     end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
@@ -359,31 +358,21 @@ def train_leaves(
             f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
             "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"
         )
-    return _multiply(end, ratios)
+    return _scale_layers(end, scaled, 1)
 
 
-def _multiply(leaves: Leaves, layers: Mapping[str, AdaptedLayer]) -> Leaves:
-    """Trained leaves with the scales of layers that have their own."""
-    return _scale_layers(leaves, {n: layer.ratio for n, layer in layers.items()}, layers)
-
-
-def _divide(leaves: Leaves, layers: Mapping[str, AdaptedLayer]) -> Leaves:
-    """The inverse of :func:`_multiply`."""
-    return _scale_layers(leaves, {n: 1 / layer.ratio for n, layer in layers.items()}, layers)
-
-
-def _scale_layers(leaves: Leaves, ratios: Mapping[str, float], layers: Mapping[str, AdaptedLayer]) -> Leaves:
-    """Leaves with the factor that begins at zero times a ratio, in some layers."""
-    if not ratios:
+def _scale_layers(leaves: Leaves, layers: Mapping[str, AdaptedLayer], power: Literal[1, -1]) -> Leaves:
+    """Leaves with the factor that begins at zero times a power of its layer's ratio, in some layers."""
+    if not layers:
         return leaves
-    return leaves | {
-        factor: {
-            n: t * ratios[n] if n in ratios and layers[n].embedding == (factor == "a") else t
-            for n, t in leaves[factor].items()
-        }
-        for factor in ("a", "b")
-        if factor in leaves
-    }
+
+    def scaled(factor: str, name: str, t: Tensor) -> Tensor:
+        layer = layers.get(name)
+        if layer is None or layer.zero != factor:
+            return t
+        return t * (layer.ratio if power == 1 else 1 / layer.ratio)
+
+    return leaves | {f: {n: scaled(f, n, t) for n, t in leaves[f].items()} for f in ("a", "b") if f in leaves}
 
 
 def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
@@ -392,6 +381,6 @@ def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
     The other factor tells nothing, for weight decay moves it without a gradient; and a large factor may stay what
     it is because a step is below its rounding.
     """
-    first = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
+    first = [(site.zero, name) for name, site in lora.layers.items()]
     zero = [(f, name) for f, name in first if name in start.get(f, {}) and not start[f][name].any()]
     return not zero or any(not torch.equal(start[f][name], end[f][name]) for f, name in zero)
