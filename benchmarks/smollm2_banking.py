@@ -7,15 +7,15 @@
 Settings: ``smollm2_banking.toml``. SMOLLM2 is a transformers folder of SmolLM2-135M-Instruct, BANKING77 a folder with
 ``train.jsonl.gz`` and ``test.jsonl.gz``. ``all`` chooses a learning rate for each arm by the server model's loss on 300 other
 texts after five rounds (seed 100), and then runs seeds 0, 1, ... arm by arm until its time is up; only seeds that all arms
-completed count.
+completed count. OUT has one line for each run; what stands there is not run again, so that ``all`` goes on where it ended.
 
-After every round the server's model has a loss per token of the answers of 500 test texts, and in rounds 1, 5 and 10 the
-clients' truncated models have one of the first 250; after the last round the server's model writes its answers, which are
+After rounds 1, 2, 5 and 10 the server's model has a loss per token of the answers of 500 test texts, and after rounds 1 and 10
+the clients' truncated models have one of the first 250; after the last round the server's model writes its answers, which are
 compared with the intent word by word. The *bias* of rounds 1, 5 and 10 is ‖Σ p_i W^{r_i} - W‖ / ‖W‖ over all layers: how far
 the mean of what clients begin the next round with, weighted by examples, is from the server's update W.
 
 Two runs ended before any test: the first was interrupted, and in the second, with rates from 1e-3 to 4e-3, all seven arms
-were best with 4e-3. So the grid goes from 2e-3 to 1.6e-2 now; nothing else of those runs is used.
+were best with 4e-3. So the grid goes from 2e-3 to 1.6e-2; the runs of that second one with 2e-3 and 4e-3 are kept.
 
 Written before the first run. Prediction: with unequal ranks, FedHL by examples has a lower test loss than FlexLoRA, because line
 17 takes the truncation out of the mean and all else is equal; HetLoRA is the worst of those that mix ranks, because zeros dilute
@@ -56,10 +56,13 @@ from fedlowrank.linalg.pair import Pair
 from fedlowrank.rounds.run import Run
 from fedlowrank.training.flops import FlopLedger
 
+Job = tuple[str, float, int, str]  # arm, learning rate, seed, texts
+
 HERE = Path(__file__).parent
 ASK = "What is the intent of this message of a bank's customer? Answer with the name of the intent.\n\n"
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 TUNING_SEED = 100
+SERVER_ROUNDS, CLIENT_ROUNDS, BIAS_ROUNDS = (0, 1, 2, 5, 10), (1, 10), (1, 5, 10)
 ARMS: dict[str, tuple[str, str, list[str]]] = {
     # name: title, method, changes
     "fedhl": ("FedHL", "fedhl", []),
@@ -239,7 +242,7 @@ def run_arm(
             row: dict[str, Any] = {"round": run.round, "loss": questions.loss(model)}
             if last:
                 row["exact"] = questions.exact(model)
-        if part == "test" and run.round in (0, 1, 5, 10):
+        if part == "test" and run.round in BIAS_ROUNDS:
             whole = update_of(server)
             mean = {n: torch.zeros_like(t) for n, t in whole.items()}
             losses: dict[int, float] = {}
@@ -248,7 +251,7 @@ def run_arm(
                 for n, t in update_of(own).items():
                     mean[n] += weight * t
                 rank = info.rank or 0
-                if rank not in losses and run.round:
+                if rank not in losses and run.round in CLIENT_ROUNDS:
                     # clients of one rank have one model
                     with language.live(own):
                         losses[rank] = questions.loss(model, 250)
@@ -268,7 +271,7 @@ def run_arm(
         measure(last=False)
     for t in range(total):
         run.step()
-        if part == "test" or t == total - 1:
+        if t == total - 1 or (part == "test" and run.round in SERVER_ROUNDS):
             measure(last=t == total - 1 and part == "test")
     record["seconds"] = time.perf_counter() - start
     return record
@@ -298,7 +301,7 @@ def _work(queue: Any, results: Any, base: str, folder: Path, device: str, jobs: 
 
 
 def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: int, limit: float) -> None:
-    """Choose learning rates, then run seeds until the time is up; a line for each run."""
+    """Choose learning rates, then run seeds until the time is up; a line for each run, and none that is there twice."""
     start, context = time.perf_counter(), get_context("spawn")
     queue, results = context.Queue(), context.Queue()
     workers = [
@@ -307,51 +310,82 @@ def run_all(base: str, folder: Path, out: Path, device: str, jobs: int, seeds: i
     for worker in workers:
         worker.start()
     out.parent.mkdir(parents=True, exist_ok=True)
+    done = read_rows(out) if out.exists() else {}
     with out.open("a") as file, contextlib.ExitStack() as stack:
         for worker in workers:
             stack.callback(worker.terminate)
 
-        def collect(count: int) -> list[dict[str, Any]]:
-            found: list[dict[str, Any]] = []
-            while len(found) < count and time.perf_counter() - start < limit:
-                try:
-                    found.append(results.get(timeout=5))
-                except queues.Empty:
-                    if dead := [w.exitcode for w in workers if w.exitcode]:
-                        sys.exit(f"{len(dead)} of {jobs} workers failed; their errors stand above")
-                    continue
-                print(json.dumps(found[-1]), file=file, flush=True)
-            return found
+        pending: set[Job] = set()
+        while time.perf_counter() - start < limit:
+            for job in itertools.islice((j for j in wanted(done, seeds) if j not in done), jobs):
+                if job not in pending:
+                    pending.add(job)
+                    queue.put((*job, 5 if job[3] == "val" else 10))
+            if not pending:
+                return
+            try:
+                row = results.get(timeout=5)
+            except queues.Empty:
+                if dead := [w.exitcode for w in workers if w.exitcode]:
+                    sys.exit(f"{len(dead)} of {jobs} workers failed; their errors stand above")
+                continue
+            done[job_of(row)] = row
+            pending.remove(job_of(row))
+            print(json.dumps(row), file=file, flush=True)
 
-        tuned = [arm for arm in ARMS if not arm.startswith("control")]
-        for rate in RATES:
-            for arm in tuned:
-                queue.put((arm, rate, TUNING_SEED, "val", 5))
-        losses: dict[str, dict[float, float]] = {}
-        tried = collect(len(RATES) * len(tuned))
-        if len(tried) < len(RATES) * len(tuned):
-            sys.exit(f"{limit:g} s were over after {len(tried)} of {len(RATES) * len(tuned)} runs of tuning")
-        for row in tried:
-            if "error" not in row:
-                losses.setdefault(row["arm"], {})[row["lr"]] = row["rounds"][-1]["loss"]
-        rates = {arm: min(found, key=found.__getitem__) for arm, found in losses.items()}
-        rates |= {"control_fedhl": rates["fedhl_examples"], "control_flexlora": rates["fedhl_examples"]}
-        print(f"{time.perf_counter() - start:.0f} s", rates, flush=True)
-        for seed in range(seeds):
-            for arm in ARMS:
-                queue.put((arm, rates[arm], seed, "test", 10))
-        collect(seeds * len(ARMS))
+
+def wanted(done: dict[Job, dict[str, Any]], seeds: int) -> Iterator[Job]:
+    """Runs in their order: those that choose learning rates, then seed by seed the arms whose rate is chosen."""
+    tuned = [arm for arm in ARMS if not arm.startswith("control")]
+    trials = {arm: [(arm, rate, TUNING_SEED, "val") for rate in RATES] for arm in tuned}
+    for rate in zip(*trials.values(), strict=True):
+        yield from rate
+    known = [job for jobs in trials.values() if all(j in done for j in jobs) for job in jobs]
+    rates = chosen([done[job] for job in known])
+    for seed in range(seeds):
+        yield from ((arm, rates[arm], seed, "test") for arm in ARMS if arm in rates)
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    """What a row is the result of."""
+    return row["arm"], row["lr"], row["seed"], row["part"]
+
+
+def read_rows(out: Path) -> dict[Job, dict[str, Any]]:
+    """Rows of a file by job."""
+    return {job_of(row): row for row in map(json.loads, out.read_text().splitlines())}
+
+
+def chosen(tried: list[dict[str, Any]]) -> dict[str, float]:
+    """The learning rate of each arm, by its loss in tuning; a run that diverged is not chosen."""
+    losses: dict[str, dict[float, float]] = {}
+    for row in tried:
+        if "error" not in row:
+            losses.setdefault(row["arm"], {})[row["lr"]] = row["rounds"][-1]["loss"]
+    rates = {arm: min(found, key=found.__getitem__) for arm, found in losses.items()}
+    if (rate := rates.get("fedhl_examples")) is not None:
+        rates |= {"control_fedhl": rate, "control_flexlora": rate}
+    return rates
 
 
 def table(out: Path) -> str:
     """Tables of the seeds that all arms completed."""
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    tests = {(r["arm"], r["seed"]): r for r in rows if r.get("part") == "test" and "error" not in r}
+    rows = read_rows(out).values()
+    rates = chosen([r for r in rows if r["part"] == "val"])
+    tests = {(r["arm"], r["seed"]): r for r in rows if r["part"] == "test" and r["lr"] == rates[r["arm"]]}
     seeds = [s for s in sorted({s for _, s in tests}) if all((arm, s) in tests for arm in ARMS)]
-    rates = {r["arm"]: r["lr"] for r in tests.values()}
+    failed = [f"{arm} with seed {seed}" for (arm, seed), r in tests.items() if "error" in r]
+    seeds = [s for s in seeds if all("error" not in tests[arm, s] for arm in ARMS)]
+
+    if len(seeds) < 2:
+        return f"{len(seeds)} seeds are complete in {out.name}, and an interval needs two."
+
+    def at(arm: str, seed: int, number: int) -> dict[str, Any]:
+        (row,) = (r for r in tests[arm, seed]["rounds"] if r["round"] == number)
+        return dict(row)
 
     def last(arm: str, key: str) -> list[float]:
-        return [tests[arm, s]["rounds"][-1][key] for s in seeds]
+        return [at(arm, s, 10)[key] for s in seeds]
 
     def interval(values: list[float], digits: int) -> str:
         mean = statistics.mean(values)
@@ -365,7 +399,7 @@ def table(out: Path) -> str:
         "| :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for arm, (title, _, _) in ARMS.items():
-        first = [tests[arm, s]["rounds"][1]["bias"] for s in seeds]
+        first = [at(arm, s, 1)["bias"] for s in seeds]
         lines.append(
             f"| {title} | {rates[arm]:g} | {interval(last(arm, 'loss'), 3)} | {interval(last(arm, 'clients_loss'), 3)} "
             f"| {interval([100 * v for v in last(arm, 'exact')], 1)} | {statistics.mean(first):.3f} "
@@ -384,19 +418,16 @@ def table(out: Path) -> str:
         "",
         "Mean test loss of the server by round:",
         "",
-        "| arm | " + " | ".join(map(str, range(11))) + " |",
+        "| arm | " + " | ".join(map(str, SERVER_ROUNDS)) + " |",
     ]
-    lines += ["| :--- |" + " ---: |" * 11]
+    lines += ["| :--- |" + " ---: |" * len(SERVER_ROUNDS)]
     for arm, (title, _, _) in ARMS.items():
-        by_round = [statistics.mean(tests[arm, s]["rounds"][t]["loss"] for s in seeds) for t in range(11)]
+        by_round = [statistics.mean(at(arm, s, t)["loss"] for s in seeds) for t in SERVER_ROUNDS]
         lines.append(f"| {title} | " + " | ".join(f"{v:.3f}" for v in by_round) + " |")
-    first = [
-        abs(
-            tests["control_fedhl", s]["rounds"][1]["loss"] - tests["control_flexlora", s]["rounds"][1]["loss"]
-        )
-        for s in seeds
-    ]
+    first = [abs(at("control_fedhl", s, 1)["loss"] - at("control_flexlora", s, 1)["loss"]) for s in seeds]
     lines += ["", f"Control after round 1: the losses of the two arms differ by at most {max(first):.1e}."]
+    if failed:
+        lines += ["", f"Diverged: {', '.join(failed)}."]
     return "\n".join(lines)
 
 
