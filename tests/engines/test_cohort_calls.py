@@ -150,6 +150,24 @@ def test_routers_of_newcomers_are_learnt_at_once() -> None:
             assert mine == [v if v is None else pytest.approx(v, rel=1e-4, abs=1e-4) for v in theirs]
 
 
+@pytest.mark.parametrize(("val", "test"), [(3, 7), (7, 3), (0, 5)])
+def test_models_are_evaluated_at_once_whatever_the_sizes_of_the_splits(
+    val: int, test: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 30, 6, generator=generator), torch.randint(3, (4, 30), generator=generator)
+    parts = [slice(0, 20), slice(20, 20 + val), slice(20 + val, 20 + val + test)]
+    data = [tuple((x[i, part], y[i, part]) for part in parts) for i in range(4)]
+    federation = Federation.from_arrays(data, lambda: torch.nn.Linear(6, 3), classes=3)
+    run = Run(Counted(), federation, RunSettings(rounds=2), Vectorized())
+    with caplog.at_level(logging.INFO):
+        run.step()
+        CALLS.clear()
+        run.step()
+    assert CALLS["client_model"] == 1
+    assert not caplog.messages
+
+
 def test_few_clients_of_a_kind_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedlowrank.engines.vectorized.FEW", 4)
     for participation, sizes in ((0.6, []), (0.8, [4, 4])):

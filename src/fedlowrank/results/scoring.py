@@ -196,8 +196,8 @@ def _further_metrics(
 
 
 def all_scores(predict: Predictor, pool: ScoringPool) -> Tensor:
-    """Scores of a predictor on one set of at least one example, ``[n, classes]`` or ``[n, d]``."""
-    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, 1)], pool)])
+    """Scores of a predictor on all sets, at least one example together, ``[n, classes]`` or ``[n, d]``."""
+    return torch.cat([predict(batch.x) for _, batch in _batches([(predict, len(pool.lengths))], pool)])
 
 
 def _batches(
