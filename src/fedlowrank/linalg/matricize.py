@@ -46,10 +46,10 @@ class LowRank:
 
 @tree_dataclass
 class Sparse:
-    """A tensor stored as its nonzero entries.
+    """A tensor stored as some of its entries, all others being zero.
 
     Attributes:
-        values: of these entries, in the order of the tensor's memory ``[n]``.
+        values: of these entries, in the order of the tensor's memory ``[n]``; those that are zero are not counted.
         mask: where they are, in the shape of the tensor; it travels as bits.
     """
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..core.errors import TaskError
@@ -18,7 +19,6 @@ from .matricize import (
     matrix_shape,
     pack_low_rank,
     pack_sparse,
-    to_sparse,
     unmatricize,
     unpack_weights,
 )
@@ -127,8 +127,10 @@ def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, .
 
 
 def as_model_part(params: Params, norm: Norm) -> Weights:
-    """Penalized parameters as a part of a model; under the ℓ1 norm each tensor by its nonzero entries."""
-    return {n: to_sparse(p) if norm == "sparse" else p for n, p in params.items()}
+    """Penalized parameters as a part of a model; under the ℓ1 norm each tensor by its entries, zeros uncounted."""
+    if norm != "sparse":
+        return {**params}
+    return {n: Sparse(p.flatten(), torch.ones_like(p, dtype=torch.bool)) for n, p in params.items()}
 
 
 def warn_if_all_zero(title: str, before: PenalizedModel, after: PenalizedModel, round: int) -> None:

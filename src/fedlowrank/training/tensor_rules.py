@@ -108,6 +108,12 @@ def _beside_rows(args: Any, rows: list[Tensor], ndim: int) -> list[Any]:
     return found
 
 
+def _clamped(func: Rule) -> Rule:
+    """The rule of ``clamp``, whose bounds may be given by name."""
+    rule = _elementwise(func)
+    return lambda t, min=None, max=None: rule(t, min, max)  # noqa: A006 - the names in torch
+
+
 # Dimensions
 
 
@@ -245,7 +251,7 @@ def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Sta
 
 ELEMENTWISE = (
     *("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "abs", "sign"),
-    *("exp", "log", "sigmoid", "tanh", "relu", "clamp", "maximum", "minimum", "where", "nan_to_num"),
+    *("exp", "log", "sigmoid", "tanh", "relu", "maximum", "minimum", "where", "nan_to_num"),
     *("isfinite", "isnan", "eq", "__eq__", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "__invert__"),
     *("to", "float", "double", "contiguous", "clone", "detach", "zeros_like", "ones_like"),
     *("__pow__", "__rpow__", "__rsub__", "__rdiv__", "__rtruediv__"),
@@ -265,6 +271,7 @@ _NAMED: dict[str, Callable[[Rule], Rule]] = {
     **dict.fromkeys(("movedim", "transpose"), lambda f: along_dimension(f, (), 2)),
     "flatten": lambda f: along_dimension(f, (0, -1), 2),
     **dict.fromkeys(("reshape", "view"), _shaped),
+    "clamp": _clamped,
     "matmul": lambda _: _matmul,
     "t": lambda _: _transposed,
     "unsqueeze": lambda _: _unsqueezed,

@@ -21,6 +21,7 @@ from ..cohort import train_cohort
 from ..feed import BufferPool
 from ..stacked import Stacked, UnsupportedError, stack, with_rows
 from ..trainer import LocalTrainer, all_finite, check_finite
+from . import varying_sizes  # noqa: F401 - importing it adds its rules to the table
 from .closeness import full_precision, is_close
 from .cohort_statistics import total_cohort
 from .control_flow import (
