@@ -61,17 +61,14 @@ KEYS = ["method", "seed", "series", "round"]
 
 def run(name: str, jobs: int) -> None:
     """Tune and test an experiment, and enter its figures."""
-    if _git("status", "--porcelain", "--", "src", "experiments"):
-        sys.exit(
-            "src/ or experiments/ have changes that are not committed: the figures would name a wrong commit"
-        )
+    refuse_changes()
     out = RUNS / name
     out.mkdir(parents=True, exist_ok=True)
     source = out / "source.json"
-    described = _describe_source()
+    described = describe_source()
     if source.exists():
         begun = json.loads(source.read_text())
-        _check_commit(begun["commit"], out)
+        check_commit(begun["commit"], out)
         # the same code; the experiment's file may have grown
         described = begun | {"commit": described["commit"]}
     source.write_text(json.dumps(described, indent=1))
@@ -80,7 +77,15 @@ def run(name: str, jobs: int) -> None:
     enter(name)
 
 
-def _check_commit(begun: str, out: Path) -> None:
+def refuse_changes() -> None:
+    """Refuse to run code that no commit has."""
+    if _git("status", "--porcelain", "--", "src", "experiments"):
+        sys.exit(
+            "src/ or experiments/ have changes that are not committed: the figures would name a wrong commit"
+        )
+
+
+def check_commit(begun: str, out: Path) -> None:
     """Refuse to go on with other code than the runs that are there."""
     changed = _git("diff", "--name-only", begun, "HEAD", "--", "src", ":(glob)experiments/**/*.py")
     if changed:
@@ -90,7 +95,7 @@ def _check_commit(begun: str, out: Path) -> None:
         )
 
 
-def _describe_source() -> dict[str, Any]:
+def describe_source() -> dict[str, Any]:
     """Commit and machine, with its vector instructions, by which results round."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
@@ -109,7 +114,8 @@ def _git(*command: str) -> str:
 def enter(name: str) -> None:
     """Write the figures of an experiment's finished runs into ``docs/results/evidence``."""
     FIGURES.mkdir(exist_ok=True)
-    tests, diverged = _test_folders(RUNS / name)
+    tests, failed = find_test_runs(RUNS / name)
+    diverged = [method for method, _ in failed]
     runs = pd.concat([load_runs(folder, series="all") for folder in tests], ignore_index=True)
     rounds = pd.concat([load_rounds(folder) for folder in tests], ignore_index=True)
     results = summarize_runs(runs[~runs["unseen"]], rounds)
@@ -161,15 +167,16 @@ def _read_runs(folders: Sequence[Path]) -> pd.DataFrame:
     return summarize_runs(runs[~runs["unseen"]], rounds)
 
 
-def _test_folders(out: Path) -> tuple[list[Path], list[str]]:
-    """Folders of the finished runs with test seeds, and the method of each run that diverged."""
+def find_test_runs(out: Path) -> tuple[list[Path], list[tuple[str, int]]]:
+    """Folders of the finished runs with test seeds, and method and seed of each run that diverged."""
     found = sorted(path.parent for path in out.glob("*-s*/run.json") if ".old-" not in str(path))
     states = {folder: json.loads((folder / "status.json").read_text()) for folder in found}
     ended = [folder for folder, status in states.items() if status["state"] == "finished"]
     missing = [f.name for f, status in states.items() if f not in ended and not _is_diverged(status)]
     if missing or not ended:
         sys.exit(f"not all runs in {out} came to their end: {', '.join(missing) or 'there are none'}")
-    return ended, [folder.name.rpartition("-s")[0] for folder in found if folder not in ended]
+    parts = [folder.name.rpartition("-s") for folder in found if folder not in ended]
+    return ended, [(method, int(seed)) for method, _, seed in parts]
 
 
 def _is_diverged(status: dict[str, Any]) -> bool:

@@ -143,10 +143,10 @@ def test_runs_go_on_at_the_code_they_were_begun_with(tmp_path: Path, monkeypatch
     begun = commit("src/a.py", "1")
     commit("docs/a.md", "1")
     commit("experiments/evidence/new.toml", "1")
-    evidence._check_commit(begun, tmp_path)
+    evidence.check_commit(begun, tmp_path)
     commit("experiments/evidence/methods.py", "1")
     with pytest.raises(SystemExit, match=r"changes in experiments/evidence/methods\.py"):
-        evidence._check_commit(begun, tmp_path)
+        evidence.check_commit(begun, tmp_path)
 
 
 @pytest.mark.full
