@@ -317,16 +317,18 @@ class CohortTrainer:
 
         ``requests`` are one of all clients, or one of each.
         """
-        name, k = requests[0].name, 0
-        costs = {id(r): (one, self.locals_[0].kind(one)) for r in requests for one in [_of_one(r)]}
+        name, k, first = requests[0].name, 0, self.locals_[0]
+        costs = {
+            id(r): (one, first.kind(one), first.is_standard(one)) for r in requests for one in [_of_one(r)]
+        }
         sound = all(all_finite(part, []) for part in losses) and all_finite(losses[0][:0], end)
         for part in losses:
             steps = torch.tensor([local.steps(name) for local in self.locals_[k : k + len(part)]])
             means = (part.sum(1, dtype=torch.float64).cpu() / steps).tolist()
             for row, mean in zip(part, means, strict=True):
                 local = self.locals_[k]
-                one, kind = costs[id(requests[k % len(requests)])]
-                if not local.is_standard(one):
+                one, kind, is_standard = costs[id(requests[k % len(requests)])]
+                if not is_standard:
                     local.fit_cost(one, kind)
                 local.count(one, kind)
                 local.account(one, kind, mean)
