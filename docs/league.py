@@ -143,7 +143,7 @@ def rank_methods(rows: pd.DataFrame) -> pd.DataFrame:
     values, generator = table.to_numpy(), np.random.default_rng(0)
     seeds = generator.integers(values.shape[1], size=(DRAWS, values.shape[1]))
     drawn = np.array([stats.rankdata(-values[:, some].mean(1).round(5)) for some in seeds])
-    low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
+    low, high = np.quantile(drawn, [0.025, 0.975], axis=0, method="inverted_cdf")
     rank = stats.rankdata(-values.mean(1).round(5))
     return pd.DataFrame({"rank": rank, "low": low, "high": high}, index=table.index)
 
