@@ -168,6 +168,29 @@ def test_models_are_evaluated_at_once_whatever_the_sizes_of_the_splits(
     assert not caplog.messages
 
 
+def test_clients_of_like_sizes_are_evaluated_together(caplog: pytest.LogCaptureFixture) -> None:
+    generator, data = torch.Generator().manual_seed(0), []
+    for examples in (2, 3, 3, 40, 50, 60):
+        x = torch.randn(20 + examples, 6, generator=generator)
+        y = torch.randint(3, (20 + examples,), generator=generator)
+        data.append(((x[:20], y[:20]), (x[20:], y[20:])))
+    federation = Federation.from_arrays(data, lambda: torch.nn.Linear(6, 3), classes=3)
+    found = []
+    for engine in (Vectorized(), ENGINES["sequential"]()):
+        # its models are functions, which are called once for a part of the cohort
+        run = Run(METHODS["ensemble"](clusters=2), federation, RunSettings(rounds=2), engine)
+        with caplog.at_level(logging.INFO):
+            run.step()
+            found.append(run.step().measured)
+        assert not caplog.messages
+    one, other = (
+        {(c.name, c.series, c.split): c.values for c in block.columns} for block in found if block is not None
+    )
+    assert one.keys() == other.keys()
+    for key, values in one.items():
+        assert values == [v if v is None else pytest.approx(v, abs=1e-4) for v in other[key]], key
+
+
 def test_few_clients_of_a_kind_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedlowrank.engines.vectorized.FEW", 4)
     for participation, sizes in ((0.6, []), (0.8, [4, 4])):

@@ -13,7 +13,7 @@ from ..core.contract.hook_results import check_client_model
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, Task
 from ..core.contract.model import Model
 from ..training.cohorts.cohort_view import Cohort
-from ..training.cohorts.control_flow import split_clients
+from ..training.cohorts.control_flow import DifferingError, split_clients
 from ..training.local_data import channels_last
 from ..training.stacked import UnsupportedError, with_rows
 from .client_metrics import Metric
@@ -21,7 +21,7 @@ from .local_model import LocalModel
 from .scoring import AT_ONCE, Scores, ScoringPool, measure_scores
 
 UNEVEN = 2
-"""How many times as many examples are scored as there are, where clients have fewer than others, before it is refused."""
+"""How many times as many examples are scored as there are, where clients have fewer than others, before a cohort is divided."""
 
 
 class CohortModels:
@@ -82,9 +82,19 @@ class CohortModels:
         Args:
             sets: of each client.
             metrics: further ones by name.
+
+        Raises:
+            DifferingError: to divide the cohort into clients with 1, 2 to 3, 4 to 7, 8 to 15 ... examples, if most of what
+                would be scored is padding.
+            UnsupportedError: if the scores are not one row an example, or padding does not pay.
         """
         lengths = self._pool.lengths
         counts = [sum(lengths[k : k + sets]) for k in range(0, len(lengths), sets)]
+        if len(counts) * max(counts) > UNEVEN * sum(counts):
+            # models that are parameters alone are scored together one after another, without padding
+            if not callable(self._made.params) and not any(map(callable, self._made.series.values())):
+                raise UnsupportedError("clients with very different numbers of examples")
+            raise DifferingError([count.bit_length() for count in counts])
         (whole,) = self._pool.passes
         found = {}
         for name, predict in self.predictors().items():
@@ -102,11 +112,9 @@ def score_by_rows(predict: Predictor, inputs: Any, counts: Sequence[int]) -> Ten
         counts: examples of each client.
 
     Raises:
-        UnsupportedError: if most of what would be scored is padding.
+        UnsupportedError: if a score is not one row an example.
     """
     clients, longest, total = len(counts), max(counts), sum(counts)
-    if clients * longest > UNEVEN * total:
-        raise UnsupportedError("clients with very different numbers of examples")
     lengths = torch.tensor(counts, device=inputs.device)
     starts = lengths.cumsum(0) - lengths
     columns = torch.arange(longest, device=inputs.device)
