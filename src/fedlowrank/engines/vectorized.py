@@ -38,7 +38,7 @@ from ..training.cohorts.closeness import full_precision, is_close
 from ..training.cohorts.cohort_trainer import CohortMemory, CohortTrainer
 from ..training.cohorts.cohort_uploads import CohortUploads
 from ..training.cohorts.cohort_view import Cohort, CohortInfo, CohortKey
-from ..training.cohorts.control_flow import split_clients, stack_clients
+from ..training.cohorts.control_flow import refuse_numbers, split_clients, stack_clients
 from ..training.cohorts.division import divide
 from ..training.cohorts.joint_passes import divide_jointly
 from ..training.cohorts.pooled_examples import pool_examples
@@ -247,6 +247,7 @@ class Vectorized(Engine):
         keeping = KeepingTrainer(trainer, info, optimizers)
         view = ClientView(info, task, task.model(infos[0]), round, key, keeping)
         state, upload = check_pair(method, method.local_update(state, tree.canonical(down), view))
+        refuse_numbers((state, upload))
         state, upload = tree.canonical(keeping.collect(state)), tree.canonical(upload)
         states, kind = (
             split_clients(state, len(members)),

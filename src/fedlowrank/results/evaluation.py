@@ -184,7 +184,7 @@ class Evaluator:
                 return evaluate(cohort)
             except DifferingError:
                 raise
-            except Exception:
+            except (Exception, UnsupportedError):
                 # an operation without a rule, or the method's own error, which a client alone raises; the models of the
                 # next evaluation are scored as in other engines
                 self._fits_cohorts = False
@@ -202,8 +202,11 @@ class Evaluator:
             with torch.inference_mode(), contextlib.nullcontext() if known else full_precision():
                 scores = models.score(len(SPLITS), self.metrics)
                 if known is None:
-                    self._cohort_is_equal[kind] = self._is_as_alone(some, scores, model_of)
-                    if not self._cohort_is_equal[kind]:
+                    is_equal = self._is_as_alone(some, scores, model_of)
+                    # before any training models may be equal by chance: they are compared again
+                    if not is_equal or round > 0:
+                        self._cohort_is_equal[kind] = is_equal
+                    if not is_equal:
                         raise UnsupportedError("scores that are others for one client alone")
             return [
                 _block_of(

@@ -19,6 +19,7 @@ from ..core import tree
 from ..core.contract.method import Batch
 from ..core.contract.training_request import Request
 from . import layer_rules, tensor_rules  # noqa: F401 - importing them adds their rules to the table
+from .cohorts.control_flow import DifferingError
 from .feed import BufferPool, Feed, flat
 from .stacked import Stacked, UnsupportedError, stack, without_rows
 from .steps import Work, refill, tensors_like
@@ -163,7 +164,7 @@ def _unsupported() -> Iterator[None]:
         yield
     except (UnsupportedError, torch.OutOfMemoryError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
         raise
-    except Exception as error:
+    except (Exception, DifferingError) as error:
         raise UnsupportedError(f"{type(error).__name__}: {error}") from error
 
 

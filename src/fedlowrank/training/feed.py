@@ -48,6 +48,7 @@ class Feed:
     def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
         self._pool = pool
         self._loss = data[0].loss
+        require_like_inputs([d.examples.x for d in data])
         augmented = any(d.augment.active for d in data)
         self._rows = None if augmented else _shared_rows(data, name)
         if self._rows is not None:
@@ -91,6 +92,17 @@ class Feed:
         for row, t, i in zip(out.unbind(), tensors, index, strict=True):
             torch.index_select(t, 0, i, out=row)
         return out
+
+
+def require_like_inputs(inputs: Sequence[Any]) -> None:
+    """Refuse inputs of clients that differ in shape: padded, they would be other inputs. Texts have padding of their own.
+
+    Raises:
+        UnsupportedError: if they differ.
+    """
+    shapes = {tuple(x.shape[1:]) for x in inputs if not isinstance(x, dict)}
+    if len(shapes) > 1:
+        raise UnsupportedError("clients whose inputs differ in shape")
 
 
 @dataclass(frozen=True)

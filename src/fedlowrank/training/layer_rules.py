@@ -174,6 +174,8 @@ def _embedding(
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         raise UnsupportedError("an embedding with options")
     w = plain(weight)
+    if x.device.type == "cpu" and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < w.shape[1]:
+        raise UnsupportedError("an index that is no row of the embedding")
     first = torch.arange(len(w), device=x.device) * w.shape[1]
     index = by_client(x, len(w)) + first.reshape(-1, *[1] * x.ndim)
     return functional.embedding(index.flatten(0, 1), w.flatten(0, 1))

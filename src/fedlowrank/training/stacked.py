@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 
-class UnsupportedError(Exception):
-    """An operation on stacked parameters that has no rule."""
+class UnsupportedError(BaseException):
+    """An operation on stacked parameters that has no rule; for the engine, so that no ``except`` of a method takes it."""
 
 
 class Stacked(Tensor):
@@ -34,10 +34,12 @@ class Stacked(Tensor):
     Attributes:
         lr: learning rate of a step that is taken in the backward pass; None where gradients are returned.
         uses: how often a forward pass has used it.
+        number: the type of a number of Python that each client has in its place; None for a tensor.
     """
 
     lr: float | None
     uses: int
+    number: type[int] | type[float] | None
 
     @classmethod
     def __torch_function__(
@@ -94,7 +96,7 @@ def stack(t: Tensor, lr: float | None = None) -> Stacked:
     """A tensor ``[K, ...]`` as a parameter of K clients; it shares the memory."""
     with torch._C.DisableTorchFunctionSubclass():
         made = t.as_subclass(Stacked)
-    made.lr, made.uses = lr, 0
+    made.lr, made.uses, made.number = lr, 0, None
     return made
 
 

@@ -60,26 +60,68 @@ def _elementwise(func: Rule) -> Rule:
         rows = [t for t in tensors if t.ndim and not isinstance(t, Stacked)]
         # a frozen weight beside its update: rows are as many as examples, and no parameter depends on that
         shapes = {t.shape[1:] for t in tensors if isinstance(t, Stacked)}
-        args = _promoted(args, tensors)
+        common = _common_type(tensors)
+        if common is not None:
+            args = _promoted(args, common)
+            rows = [a for a in args if isinstance(a, Tensor) and a.ndim and not isinstance(a, Stacked)]
         if rows and has_rows() and any(t.shape not in shapes for t in rows):
-            return func(*_beside_rows(args, rows, ndim), **kwargs).flatten(0, 1)
-        return stack(func(*[_aligned(a, ndim) for a in args], **kwargs))
+            return _as_type(func(*_beside_rows(args, rows, ndim), **kwargs), common).flatten(0, 1)
+        made = stack(_as_type(func(*[_aligned(a, ndim) for a in args], **kwargs), common))
+        if all(getattr(t, "number", None) for t in tensors):
+            made.number = float
+        return made
 
     return rule
 
 
-def _promoted(args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Operands in which a number of each client decides no type, as a tensor without dimensions does not."""
-    wide = [t.dtype for t in tensors if _ndim(t) and t.is_floating_point()]
-    if not wide or all(_ndim(t) or t.dtype == wide[0] for t in tensors):
-        return args
-    kind = functools.reduce(torch.promote_types, wide)
+def _promoted(args: tuple[Any, ...], common: torch.dtype) -> tuple[Any, ...]:
+    """Operands in the type that they have in common for one client.
+
+    Numbers beside half precision stay in single precision, in which torch computes; the result is to be cast.
+    """
+    narrow = torch.finfo(common).bits < 32 if common.is_floating_point else False
 
     def cast(a: Any) -> Any:
-        is_number = isinstance(a, Stacked) and not _ndim(a) and a.is_floating_point()
-        return stack(plain(a).to(kind)) if is_number else a
+        if not isinstance(a, Tensor) or a.dtype == torch.bool or a.dtype == common:
+            return a
+        kind = torch.float32 if narrow and not _ndim(a) and a.is_floating_point() else common
+        return stack(plain(a).to(kind)) if isinstance(a, Stacked) else a.to(kind)
 
     return tuple([cast(a) for a in args])
+
+
+def _common_type(tensors: list[Tensor]) -> torch.dtype | None:
+    """The type in which one client computes with tensors of several; None if they have only one, or truth values.
+
+    A tensor without dimensions, and behind it a number of Python, decides the type only if it is of a higher category: so
+    torch promotes types.
+    """
+    kinds = [t for t in tensors if t.dtype != torch.bool]
+    if len({t.dtype for t in kinds}) < 2:
+        return None
+    ranked: list[list[torch.dtype]] = [[], [], []]
+    for t in kinds:
+        number = getattr(t, "number", None)
+        place = 0 if _ndim(t) else 1 if number is None else 2
+        ranked[place].append(
+            t.dtype if number is None else torch.int64 if number is int else torch.get_default_dtype()
+        )
+    found: torch.dtype | None = None
+    for some in reversed(ranked):
+        if some:
+            own = functools.reduce(torch.promote_types, some)
+            found = own if found is None or _category(own) >= _category(found) else found
+    return found
+
+
+def _category(kind: torch.dtype) -> int:
+    return 2 if kind.is_complex else 1 if kind.is_floating_point else 0
+
+
+def _as_type(found: Tensor, common: torch.dtype | None) -> Tensor:
+    """A result in half precision where that is the type in common."""
+    is_wide = common is not None and common.is_floating_point and found.is_floating_point()
+    return found.to(common) if is_wide else found
 
 
 def _aligned(a: Any, ndim: int) -> Any:
@@ -130,8 +172,10 @@ def along_dimension(func: Rule, default: tuple[Any, ...] = (), count: int = 1) -
         args += default[len(args) :]
         if len(args) < count or any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
             raise UnsupportedError("dimensions that are not given")
+        if isinstance(args[0], (tuple, list)) and not args[0]:
+            raise UnsupportedError("no dimensions")
         if args[0] is None:
-            if kwargs.get("keepdim"):
+            if kwargs.get("keepdim") or any(args[1:]):
                 raise UnsupportedError("all dimensions, each kept")
             return _stack_all(func(p.reshape(len(p), -1), 1, *args[1:], **kwargs))
         dims = [_dims(d, p.ndim - 1) for d in args[:count]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core import tree
 from ...core.contract.method import Batch
-from ..feed import flat, join_batches
+from ..feed import flat, join_batches, require_like_inputs
 from ..stacked import Stacked, UnsupportedError, stack, with_rows
 from ..trainer import LocalTrainer
 from .control_flow import unwrap_stacked
@@ -47,6 +47,7 @@ def total_cohort(
     Raises:
         UnsupportedError: if an operation has no rule, or a result is the same for all clients.
     """
+    require_like_inputs([trainer.data.examples.x for trainer in trainers])
     chunks = [trainer.data.chunk_places() for trainer in trainers]
     if any(len(a) < len(b) for a, b in itertools.pairwise(chunks)):
         raise UnsupportedError("clients whose chunks are not in order of their number")

@@ -25,11 +25,13 @@ from . import varying_sizes  # noqa: F401 - importing it adds its rules to the t
 from .closeness import full_precision, is_close
 from .cohort_statistics import total_cohort
 from .control_flow import (
+    DifferingError,
     expand_to_clients,
     require_agreement,
     select_clients,
     split_clients,
     stack_clients,
+    stack_numbers,
     unwrap_stacked,
 )
 
@@ -69,7 +71,7 @@ class VerbAnswer:
     kept: OptimizerState | None = None
 
 
-class PassAskedError(Exception):
+class PassAskedError(BaseException):
     """A cohort asks for a pass that is to be trained with those of other cohorts.
 
     Attributes:
@@ -146,7 +148,7 @@ class CohortTrainer:
         answer = self._next(lambda: self._train(request))
         if request.kept is not None:
             request.kept.state = answer.kept
-        return answer.value
+        return _own_tree(answer.value)
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
@@ -157,13 +159,13 @@ class CohortTrainer:
                 self._total_one_by_one(statistic, params, constants) if found is None else found
             )
 
-        value: T = self._next(compute).value
+        value: T = _own_tree(self._next(compute).value)
         return value
 
     def steps(self, name: str) -> Any:
         """Steps of a pass: a number, or where the clients differ a number of each, float64 ``[K]`` to compute with."""
         found = [local.steps(name) for local in self.locals_]
-        return found[0] if len(set(found)) == 1 else stack(torch.tensor(found, dtype=torch.float64))
+        return found[0] if len(set(found)) == 1 else stack_numbers(found)
 
     def _total_one_by_one(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         given = split_clients((params, constants), len(self.locals_))
@@ -190,7 +192,7 @@ class CohortTrainer:
                 if not known:
                     alone = last.fresh().total(statistic, *given[-1])
                     self._memory.is_equal[kind] = is_close(split_clients(found, clients)[-1], alone)
-        except Exception as reason:  # noqa: BLE001 - a client alone raises the statistic's own error, if it is one
+        except (Exception, UnsupportedError, DifferingError) as reason:  # noqa: BLE001 - a client alone raises the statistic's own error, if it is one
             self._memory.is_equal[kind] = False
             self._memory.log("total", reason)
         if not self._memory.is_equal[kind]:
@@ -208,7 +210,8 @@ class CohortTrainer:
     def _train(self, request: Request) -> VerbAnswer:
         changed = (request.precondition, request.prox, request.proximal_term, request.kept)
         # what changes a step by more than its loss might see the zeros
-        if self._joins and request.padded.start and all(f is None for f in changed):
+        joins = self._joins and request.padded.start and all(f is None for f in changed)
+        if joins and not _counts_steps(request):
             raise PassAskedError(request)
         return self.answer(request)
 
@@ -226,8 +229,7 @@ class CohortTrainer:
             own: of each client by itself, by which its cost is counted; None if padding changes none.
         """
         first, name = self.locals_[0], request.name
-        if request.kept is not None:
-            # its state counts the steps
+        if _counts_steps(request):
             require_agreement([local.steps(name) for local in self.locals_])
         if first.model.couples or not first.may_stack(request):
             if first.data.loss.is_own:
@@ -381,13 +383,13 @@ class ReplayTrainer:
             return self._local.train(request)
         if request.kept is not None:
             request.kept.state = answer.kept
-        return answer.value
+        return _own_tree(answer.value)
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.contract.method.ClientView.total`."""
         if (answer := self._next()) is None:
             return self._local.total(statistic, params, constants)
-        value: T = answer.value
+        value: T = _own_tree(answer.value)
         return value
 
     def steps(self, name: str) -> int:
@@ -400,6 +402,17 @@ class ReplayTrainer:
         if self._error is not None and place >= self._error[0]:
             raise self._error[1]
         return self._answers[place] if place < len(self._answers) else None
+
+
+def _own_tree(value: T) -> T:
+    """An answer in containers that its receiver may change; a further call gets the same answer, unchanged."""
+    return tree.map_leaves(lambda t: t, value)
+
+
+def _counts_steps(request: Request) -> bool:
+    """Whether a step depends on how many the pass has: clients with other numbers are trained separately."""
+    schedule = request.optimizer.local_schedule
+    return request.kept is not None or schedule.depends_on_total or schedule.rounds is not None
 
 
 def _cut(a: int, b: int) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ from ...core.contract.method import ClientInfo
 from ...core.contract.training_request import Trainer
 from ...core.key import Key
 from ..stacked import UnsupportedError, stack
-from .control_flow import require_agreement, unwrap_stacked
+from .control_flow import require_agreement, stack_numbers, unwrap_stacked
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,13 @@ class CohortInfo:
 
     def __init__(self, infos: Sequence[ClientInfo]) -> None:
         self.infos = infos
-        self.examples = stack(torch.tensor([i.examples for i in infos], dtype=torch.float64))
+        self.examples = stack_numbers([i.examples for i in infos])
+
+    def __eq__(self, other: object) -> bool:
+        return require_agreement([info == other for info in self.infos])
+
+    def __hash__(self) -> int:
+        return hash(require_agreement(self.infos))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

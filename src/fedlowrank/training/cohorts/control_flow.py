@@ -24,7 +24,7 @@ from ..tensor_rules import along_dimension
 T = TypeVar("T")
 
 
-class DifferingError(Exception):
+class DifferingError(BaseException):
     """Control flow asks for one value, and the clients of the cohort have several.
 
     Attributes:
@@ -49,6 +49,27 @@ def require_agreement(values: Sequence[T]) -> T:
     if any(v != first for v in values[1:]):
         raise DifferingError(values)
     return first
+
+
+class Numbers(Stacked):
+    """A whole number of each client, which is one where it is the key of a dict or is looked for in a set."""
+
+    def __hash__(self) -> int:
+        return hash(require_agreement(unwrap_stacked(self).tolist()))
+
+
+def stack_numbers(values: Sequence[int]) -> Stacked:
+    """A whole number of each client ``[K]``, to compute with; float64."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.tensor(values, dtype=torch.float64).as_subclass(Numbers)
+    made.lr, made.uses, made.number = None, 0, int
+    return made
+
+
+def refuse_numbers(value: Any) -> None:
+    """Refuse a tree that holds a number of each client, in whose place a client alone has a number of Python."""
+    if any(getattr(t, "number", None) for t in tree.tensors(value)):
+        raise UnsupportedError("a number of each client in a state or an upload")
 
 
 def unwrap_stacked(t: Tensor) -> Tensor:
@@ -143,6 +164,14 @@ def _values(t: Any) -> list[Any]:
     return found
 
 
+def _new_tensor(t: Any, values: Any, **more: Any) -> Tensor:
+    if any(isinstance(v, Stacked) for v in _tensors((values,))):
+        raise UnsupportedError("a tensor made of a number of each client")
+    like = plain(t) if isinstance(t, Stacked) else t
+    made: Tensor = like.new_tensor(values, **more)
+    return made
+
+
 def _equal(a: Any, b: Any) -> bool:
     clients = next(len(unwrap_stacked(t)) for t in (a, b) if isinstance(t, Stacked))
     left, right = expand_to_clients(a, clients), expand_to_clients(b, clients)
@@ -167,7 +196,7 @@ RULES.update(
         Tensor.equal: _equal,
         Tensor.new_zeros: lambda t, *shape, **more: plain(t).new_zeros(*shape, **more),
         Tensor.new_ones: lambda t, *shape, **more: plain(t).new_ones(*shape, **more),
-        Tensor.new_tensor: lambda t, *values, **more: plain(t).new_tensor(*values, **more),
+        Tensor.new_tensor: _new_tensor,
         Tensor.nbytes.__get__: lambda t: t.nbytes // len(t),  # type: ignore[attr-defined]  # a getter
         Tensor.element_size: lambda t: t.element_size(),
         Tensor.is_complex: lambda t: t.is_complex(),

@@ -46,5 +46,9 @@ def divide(
             own = None if trainer is None else trainer.part(places)
             found += divide([members[k] for k in places], together, alone, own, log)
         return found
+    if len(parts) > 1:
+        log(
+            f"goes on with one client after another: {len(members)} clients give {len(parts)} answers to its control flow"
+        )
     singles = [None] * len(members) if trainer is None else trainer.singles()
     return [alone(*pair) for pair in zip(members, singles, strict=True)]

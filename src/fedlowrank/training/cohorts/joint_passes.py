@@ -19,7 +19,7 @@ from torch.nn import functional
 from ...core import tree
 from ...core.contract.training_request import Request
 from ..captured_variables import code_of
-from ..stacked import Stacked, stack, without_rows
+from ..stacked import Stacked, UnsupportedError, stack, without_rows
 from ..steps import refill
 from .cohort_trainer import CohortTrainer, PassAskedError, VerbAnswer
 from .control_flow import DifferingError, expand_to_clients, unwrap_stacked
@@ -56,8 +56,12 @@ def divide_jointly(
                 asked.append((members, trainer, pass_.request))
             except DifferingError as differs:
                 own = differs.parts().values()
+                if len(own) == 1:
+                    # all would answer alike, and yet are not equal, as NaN is not equal to itself
+                    found += divide(members, together, alone, trainer.again(), log)
+                    continue
                 parts += [([members[k] for k in places], trainer.part(places)) for places in own]
-            except Exception:  # noqa: BLE001 - divide finds out what it means
+            except (Exception, UnsupportedError):  # noqa: BLE001 - divide finds out what it means
                 found += divide(members, together, alone, trainer.again(), log)
         answers = _train_jointly([t for _, t, _ in asked], [r for _, _, r in asked])
         waiting = parts + [
