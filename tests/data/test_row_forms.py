@@ -196,17 +196,21 @@ def test_a_test_part_by_share_or_file(tmp_path: Path) -> None:
 
 
 MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"messages": [USER, ANSWER]}, {"messages": [USER]}, "row 2 has no turn of the assistant to learn. Drop"),
+    (
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER]},
+        "line 2 has no turn of the assistant to learn. Drop",
+    ),
     (
         {"messages": [USER, ANSWER]},
         {"messages": []},
-        "row 2: 'messages' must be a list of at least one message",
+        "line 2: 'messages' must be a list of at least one message",
     ),
-    ({"messages": [USER, ANSWER]}, {"messages": None}, "row 2 has no 'messages'"),
+    ({"messages": [USER, ANSWER]}, {"messages": None}, "line 2 has no 'messages'"),
     (
         {"messages": [USER, ANSWER]},
         {"messages": [{"content": "x"}]},
-        "row 2: 'messages', turn 1 has no 'role'",
+        "line 2: 'messages', turn 1 has no 'role'",
     ),
     (
         {"messages": [USER, ANSWER]},
@@ -221,54 +225,54 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"messages": [USER, ANSWER], "tools": "[]"},
         {"messages": [USER, ANSWER], "tools": "{"},
-        "row 2: 'tools' is not",
+        "line 2: 'tools' is not",
     ),
     (
         {"instruction": "a", "output": "b"},
         {"instruction": "a", "output": "b", "input": "c", "context": "d"},
-        "row 2 has both 'input' and 'context'",
+        "line 2 has both 'input' and 'context'",
     ),
     (
         {"prompt": "a", "completion": "b"},
         {"prompt": "a", "completion": [ANSWER]},
-        "row 2: 'prompt' and 'completion' must",
+        "line 2: 'prompt' and 'completion' must",
     ),
     (
         {"prompt": "a", "completion": "b"},
         {"prompt": "a", "completion": None},
-        "row 2 has no 'completion'; it has",
+        "line 2 has no 'completion'; it has",
     ),
     (
         {"instruction": "a", "output": "b"},
         {"instruction": "a", "output": None},
-        "row 2 has no 'output' or 'response'",
+        "line 2 has no 'output' or 'response'",
     ),
     (
         {"instruction": "a", "output": "b"},
         {"instruction": "a", "output": "b", "response": "c"},
-        "row 2 needs one of 'output' or 'response', and has several",
+        "line 2 needs one of 'output' or 'response', and has several",
     ),
     (
         {"chosen": "a", "rejected": "b", "prompt": "x"},
         {"chosen": "a", "rejected": "b"},
-        "row 2 has no 'prompt', and",
+        "line 2 has no 'prompt', and",
     ),
     (
         {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
         {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
-        "row 2: 'chosen' and 'rejected' differ in no turn",
+        "line 2: 'chosen' and 'rejected' differ in no turn",
     ),
     (
         {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
         {"chosen": [USER, ANSWER], "rejected": [OTHER]},
-        "row 2: 'chosen' and 'rejected' begin with different turns",
+        "line 2: 'chosen' and 'rejected' begin with different turns",
     ),
     (
         {"tokens": ["a"], "ner_tags": [0]},
         {"tokens": ["a", "b"], "ner_tags": [0]},
-        "row 2: 'ner_tags' must hold .* 2 'tokens'",
+        "line 2: 'ner_tags' must hold .* 2 'tokens'",
     ),
-    ({"text": "a", "label": 1}, {"text": "a", "label": None}, "row 2 has no 'label'"),
+    ({"text": "a", "label": 1}, {"text": "a", "label": None}, "line 2 has no 'label'"),
     ({"text": "a", "label": 1}, {"text": "a", "label": 1.5}, "'label' must be text or a whole number"),
 ]
 
@@ -287,12 +291,12 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read(tmp_path, [{"a": 1, "b": 2}])
     with pytest.raises(DataError, match=r"no column 'messages', which rows of the form 'messages' have"):
         read(tmp_path, [{"text": "x"}], form="messages")
-    with pytest.raises(DataError, match="row 2 names no client in 'who'"):
+    with pytest.raises(DataError, match="line 2 names no client in 'who'"):
         read(tmp_path, [{"text": "x", "who": "a"}, {"text": "x"}], client_column="who")
     with pytest.raises(DataError, match="Leave category_column 'who' out"):
         read(tmp_path, [{"text": "x", "label": 0, "who": "a"}], category_column="who")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": }\n')
-    with pytest.raises(DataError, match=r"datasets cannot read .*bad\.jsonl.*JSON parse error"):
+    with pytest.raises(DataError, match=r"bad\.jsonl.*, line 2 is not JSON"):
         TextRows(str(tmp_path / "bad.jsonl")).load()
     (tmp_path / "x.txt").write_text("a")
     with pytest.raises(DataError, match=r"ends in none of \.parquet"):
@@ -334,3 +338,50 @@ def test_every_form_has_its_setting_and_the_base_package_needs_no_datasets() -> 
     assert all(f'"{name}"' in choices or f"'{name}'" in choices for name in FORMS)
     code = "import sys, fedlowrank.data.text.text_sources; sys.exit('datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("ending", "between"), [(".csv", ","), (".tsv", "\t"), (".csv.gz", ",")])
+def test_cells_of_a_table_are_texts(tmp_path: Path, ending: str, between: str) -> None:
+    rows = [
+        ("text", "label"),
+        ("NA", "00"),
+        ("null", "01"),
+        ("12", "00"),
+        ("2020-01-01", "01"),
+        ("true", "00"),
+    ]
+    content = "".join(between.join(row) + "\n" for row in rows)
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(gzip.compress(content.encode()) if ending.endswith("gz") else content.encode())
+    found = TextRows(str(path), test_share=0.0).load()
+    assert [r.text for r in found.parts[0]] == [text for text, _ in rows[1:]]
+    assert [r.label for r in found.parts[0]] == [label for _, label in rows[1:]]
+
+
+def test_labels_that_are_whole_numbers_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,2\nb,10\n")
+    found = TextRows(str(tmp_path / "a.csv"), test_share=0.0).load()
+    assert [r.label for r in found.parts[0]] == [2, 10]
+
+
+def test_lines_are_read_as_they_are(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "2020-01-01"}
+    rows = [{"messages": [question, {"role": "assistant", "content": "2020-01-02T00:00"}]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts: Any = TextRows(str(tmp_path / "a.jsonl"), test_share=0.0).load().parts
+    assert parts[0][0].messages[1]["content"] == "2020-01-02T00:00"
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="holds no rows"):
+        TextRows(str(tmp_path / "empty.jsonl")).load()
+
+
+def test_numbers_of_classes_in_other_orders_are_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for name, order in (("a", ["neg", "pos"]), ("b", ["pos", "neg"])):
+        rows = datasets.Dataset.from_dict({"text": ["bad", "good"], "label": ["neg", "pos"]})
+        kind = datasets.ClassLabel(names=order)
+        rows.cast_column("label", kind).to_parquet(str(tmp_path / f"{name}.parquet"))
+    with pytest.raises(DataError, match="names are in different orders"):
+        TextRows(str(tmp_path / "*.parquet"), client_by_file=True).load()
+    with pytest.raises(DataError, match="names are in different orders"):
+        TextRows(str(tmp_path / "b.parquet"), classes=("neg", "pos")).load()

@@ -5,17 +5,22 @@ import importlib.util
 import json
 import shutil
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base_model import LanguageBase, load_base
 from fedlowrank.language.tiny import build_tiny
 
 from .conftest import TEXTS
+from .test_runs import causal
 
 KEY = Key((7,))
 CLASSES = ("bad", "good", "neither")
@@ -262,3 +267,17 @@ def test_the_tiny_tokenizer_writes_any_text(llama, tmp_path):
         assert tok.decode(ids, skip_special_tokens=True) == text
         assert max(ids) < 384
     assert len(tok("the quick brown fox").input_ids) < len("the quick brown fox") / 2
+
+
+def test_texts_that_the_model_has_no_room_for_are_refused(gpt2: Path, llama: Path, tmp_path: Path) -> None:
+    tables: Any = causal(gpt2, tmp_path, method="fedit")
+    tables["lora"] = {"ranks": [2], "target_modules": ["c_attn"]}
+    tables["language"]["context"] = 65
+    with pytest.raises(ConfigError, match="context is 65, but the model has 64 positions"):
+        ExperimentConfig.parse(tables).federation()
+    shutil.copytree(llama, tmp_path / "base")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.add_tokens(["fox"])
+    tokenizer.save_pretrained(tmp_path / "base")
+    with pytest.raises(DataError, match="the model does not know"):
+        ExperimentConfig.parse(causal(tmp_path / "base", tmp_path, method="fedit")).federation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,22 @@ def test_a_classifier_has_no_answers(bert: Path) -> None:
         ExperimentConfig.parse(
             {"name": "x", "method": "fedit", "language": language, "data": {"source": "text", "path": "x"}}
         )
+
+
+def test_a_chat_template_writes_no_prompt_of_another_format(llama: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(llama, base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for m in messages %}{{ 'fox ' + m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+    tables: Any = causal(base, tmp_path, method="hetlora")
+    tables["language"] |= {"prompts": ["who is the fox?"], "answer_tokens": 5}
+    tables["run"] |= {"rounds": 1}
+    assert main(["run", str(toml(tables, tmp_path / "e.toml")), "-o", str(tmp_path / "run")]) == 0
+    rows = RunRecord.load(tmp_path / "run").answers
+    ids = tokenizer("who is the fox?\n", return_tensors="pt")
+    made = transformers.AutoModelForCausalLM.from_pretrained(base).generate(
+        **ids, max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
+    expected = tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert [r["answer"] for r in rows if r["round"] == 0] == [expected]

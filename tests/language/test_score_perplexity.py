@@ -98,3 +98,12 @@ def test_what_has_no_likelihood_is_refused():
         measure_likelihood(MODELS[llama], tokenize_texts(TOKENIZER, ["the quick brown"], [" fox"], 2))
     with pytest.raises(ConfigError, match="no end token"):
         tokenize_texts(byte_tokenizer(), ["a"], ["b"], end=True)
+
+
+def test_a_prompt_that_begins_with_the_begin_token_gets_no_second_one():
+    tokenizer = byte_tokenizer(bos_token="<begin>", eos_token="<end>")
+    tokenizer.add_bos_token = True
+    (one,) = tokenize_texts(tokenizer, ["<begin>the"], [" fox"])
+    (other,) = tokenize_texts(tokenizer, ["the"], [" fox"])
+    assert one.tokens.count(tokenizer.bos_token_id) == 1
+    assert one.tokens[-3:] == other.tokens[-3:]

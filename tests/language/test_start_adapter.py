@@ -215,3 +215,18 @@ def test_the_adapter_may_lie_elsewhere_on_a_machine(llama: Path, tmp_path: Path)
     assert files["start/adapter_model.safetensors"] == hashlib.blake2b(weights, digest_size=16).hexdigest()
     with pytest.raises(ConfigError, match=r"lora\.start is not set"):
         make_run(llama, tmp_path, tmp_path, "fedit", {"start": None}, start=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("begun", ["pissa", "olora"])
+def test_an_adapter_that_belongs_to_another_base_is_refused(llama: Path, tmp_path: Path, begun: str) -> None:
+    write_adapter(llama, tmp_path / "adapter", init_lora_weights=begun)
+    with pytest.raises(ConfigError, match="PEFT changes the base when it loads it"):
+        make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {"ranks": [3]})
+
+
+def test_layers_of_a_higher_rank_have_room(llama: Path, tmp_path: Path) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter", rank_pattern={"q_proj": 6})
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
+    language: Any = run.federation.companion
+    with torch.no_grad(), language.live(find_server_model(run)) as model:
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)

@@ -348,6 +348,25 @@ def _compare_ends(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
     ]
 
 
+def check_positions(model: Any, context: int) -> None:
+    """Refuse a context above the positions that a model has learnt; rotations know none.
+
+    Raises:
+        ConfigError: if it is longer.
+    """
+    for name, layer in model.named_modules():
+        own = name.rpartition(".")[2]
+        if own not in ("wpe", "embed_positions", "position_embeddings") or not isinstance(
+            layer, nn.Embedding
+        ):
+            continue
+        # the first ones of some models are those of padding
+        first = 0 if layer.padding_idx is None else layer.padding_idx + 1
+        most = layer.num_embeddings - max(first, getattr(layer, "offset", 0))
+        if context > most:
+            raise ConfigError(f"context is {context}, but the model has {most} positions. Lower context")
+
+
 def _pad(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
     """Make sure that there is a padding token, known to the model too."""
     notes = []

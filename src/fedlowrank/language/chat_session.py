@@ -27,20 +27,26 @@ class ChatSession:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, write_prompt: Callable[[str], str], decoding: Decoding
+        self,
+        model: Any,
+        tokenizer: Any,
+        write_prompt: Callable[[str], str],
+        decoding: Decoding,
+        by_template: bool = True,
     ) -> None:
         self.dropped = 0
         self._model = model
         self._tokenizer = tokenizer
         self._write_prompt = write_prompt
         self._decoding = decoding
+        self._by_template = by_template
         self._replies = 0
         self._turns: list[dict[str, str]] = []
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        """Whether questions are written by the tokenizer's chat template."""
+        return self._by_template and bool(getattr(self._tokenizer, "chat_template", None))
 
     def reply(self, question: str) -> str:
         """The model's reply to a question; both are part of the conversation from now on.

@@ -16,6 +16,7 @@ from ..adapters.lora.lora_factors import LoRA, find_lora
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import Truncation, relative_error, truncate_update
+from ..models.stateless import tied_names
 from ..storage.base_files import combine_file_digests, digest_base_files
 from . import artifacts
 from .artifacts import METADATA, merge_update, save_model
@@ -83,8 +84,11 @@ class AdapterFolders:
 
     def model(self, params: Params, round: int, client: int | None) -> ModelParts:
         """A model from its parameters; those that it lacks are the wrapped model's own."""
-        own = dict(self._model.named_parameters())
-        everything = {name: p.detach() for name, p in (own | params).items()}
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        tied = {
+            more: params[n] for n, others in tied_names(self._model).items() if n in params for more in others
+        }
+        everything = {name: p.detach() for name, p in (own | tied | params).items()}
         factors, weight_updates = {}, {}
         for name, layer in self._lora.layers.items():
             factors[name] = layer.read_pair(everything)

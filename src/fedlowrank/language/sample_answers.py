@@ -25,6 +25,7 @@ def sample_answers(
     tokenizer: Any,
     write_prompt: Callable[[str], str],
     tokens: int,
+    by_template: bool = True,
 ) -> list[dict[str, Any]]:
     """The models' greedy answers to some prompts.
 
@@ -37,6 +38,7 @@ def sample_answers(
         tokenizer: of the model.
         write_prompt: writes a question in the format of training; used without a chat template.
         tokens: of an answer at most.
+        by_template: whether a chat template of the tokenizer writes the prompts.
 
     Returns:
         A row for each model and prompt: ``round``, ``model``, ``prompt`` and ``answer``.
@@ -53,7 +55,7 @@ def sample_answers(
         with live(params) as module:
             for prompt in prompts:
                 # a conversation of its own for each
-                session = ChatSession(module, tokenizer, write_prompt, decoding)
+                session = ChatSession(module, tokenizer, write_prompt, decoding, by_template)
                 answer = session.reply(prompt)
                 found.append({"round": run.round, "model": name, "prompt": prompt, "answer": answer})
     return found

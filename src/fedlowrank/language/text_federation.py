@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..adapters.lora.adapted_layers import PEFT_PREFIX, is_principal_initial
 from ..adapters.lora.rank_limits import warn_lowered_ranks
 from ..core.arguments.bounds import check_bounds, check_minimum
-from ..core.errors import ConfigError, TaskError
+from ..core.errors import ConfigError, DataError, TaskError
 from ..core.key import Key
 from ..core.learning.preference_losses import RESPONSE_MASK
 from ..core.tree import Params
@@ -26,11 +26,11 @@ from ..data.text.text_formats import choose_format, render
 from ..data.text.text_records import Instruction, Labeled, Texts, TokenLabeled
 from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
-from ..models.stateless import exchange_slots
+from ..models.stateless import exchange_slots, tied_names
 from ..results.records import RoundRecord
 from ..storage.digest import digest_of
 from .artifacts import METADATA
-from .base_model import LanguageBase, LoadedBase, keep_in_float32, load_base
+from .base_model import LanguageBase, LoadedBase, check_positions, keep_in_float32, load_base
 from .embedding_noise import add_embedding_noise
 from .export.export_settings import ExportSettings
 from .export.model_card import CardModel, RunFacts, format_card, gather_facts, lora_ranks_of_clients
@@ -170,7 +170,11 @@ class Language:
         def write_prompt(question: str) -> str:
             return template.replace(INSTRUCTION, question)
 
-        return sample_answers(run, prompts, self.live, self.loaded.tokenizer, write_prompt, tokens)
+        # as it was trained: a chat template that the base has is no part of another format
+        by_template = self.settings.format == "chat"
+        return sample_answers(
+            run, prompts, self.live, self.loaded.tokenizer, write_prompt, tokens, by_template
+        )
 
     def write(
         self,
@@ -281,11 +285,13 @@ class Language:
     @contextlib.contextmanager
     def live(self, params: Params) -> Iterator[Any]:
         """The model with these parameters in place of its own, to generate with; none of them is the base."""
-        slots = []
+        slots, tied = [], tied_names(self.model)
         for name, value in params.items():
-            path, _, own = name.rpartition(".")
-            table: dict[str, Any] = self.model.get_submodule(path)._parameters
-            slots.append((table, own, nn.Parameter(value.detach(), requires_grad=False)))
+            parameter = nn.Parameter(value.detach(), requires_grad=False)
+            for each in (name, *tied.get(name, ())):
+                path, _, own = each.rpartition(".")
+                table: dict[str, Any] = self.model.get_submodule(path)._parameters
+                slots.append((table, own, parameter))
         with exchange_slots(slots):
             yield self.model
 
@@ -305,9 +311,28 @@ def load_with_texts(
     names = tuple(classes) or _classes(texts)
     settings = replace(settings, format=choose_format(texts, settings.format))
     made = load_language_model(settings, lora, key, names)
+    check_positions(made.loaded.model, settings.context)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
+    _check_tokens(dataset, made.loaded)
     assert dataset.classes == names
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
+
+
+def _check_tokens(dataset: Dataset, loaded: LoadedBase) -> None:
+    """Refuse tokens that the model has no embedding for."""
+    known = loaded.model.get_input_embeddings().weight.shape[0]
+    if len(loaded.tokenizer) <= known:
+        return
+    for part in (dataset.train, dataset.test):
+        inputs: Any = None if part is None else part.inputs
+        for name, tokens in inputs.items() if isinstance(inputs, dict) else ():
+            if name.endswith("input_ids") and len(tokens) and (most := int(tokens.max())) >= known:
+                token = loaded.tokenizer.convert_ids_to_tokens(most)
+                raise DataError(
+                    f"the texts have the token {token!r} ({most}), but the model has {known} embeddings: the tokenizer was "
+                    "given tokens that the model does not know. Resize the model's embeddings and save it, or use its own "
+                    "tokenizer"
+                )
 
 
 def load_language_model(

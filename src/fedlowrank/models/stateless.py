@@ -77,6 +77,15 @@ def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
     return found
 
 
+def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of a parameter that several layers hold, its further names, by the first.
+
+    The weight below a LoRA layer of PEFT is that layer's own: what moves it, as FLoRA does, does not move the other one.
+    """
+    tied = [names for names in names_of_parameters(module).values() if len(names) > 1]
+    return {first: tuple(more) for first, *more in tied if ".base_layer." not in first}
+
+
 def restore_slots(saved: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:

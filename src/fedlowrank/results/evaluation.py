@@ -80,7 +80,7 @@ class Evaluator:
         self._former_pools: dict[tuple[int, ...], ScoringPool] = {}
         self._is_separable: dict[str, bool] = {}
         self._cohort_is_equal: dict[str, bool] = {}
-        self._fits_cohorts = True
+        self._fits_cohorts = self._trained = True
         self._not_finite: set[int] = set()
 
     def evaluate(
@@ -89,6 +89,7 @@ class Evaluator:
         state_of: Callable[[ClientInfo], Any],
         round: int,
         clients: Sequence[ClientInfo] | None = None,
+        trained: bool = True,
     ) -> Block:
         """Accuracy, loss, further metrics, size and shares of clusters of every client's model.
 
@@ -97,7 +98,9 @@ class Evaluator:
             state_of: state of a client, fresh for one that never took part.
             round: counted from 0.
             clients: whom to evaluate; None for all.
+            trained: False before the first round, when models may be equal by chance.
         """
+        self._trained = trained
 
         def model_of(info: ClientInfo, verbs: Trainer | None = None) -> LocalModel:
             return local_model(
@@ -203,8 +206,8 @@ class Evaluator:
                 scores = models.score(len(SPLITS), self.metrics)
                 if known is None:
                     is_equal = self._is_as_alone(some, scores, model_of)
-                    # before any training models may be equal by chance: they are compared again
-                    if not is_equal or round > 0:
+                    # models that are not trained yet are compared again
+                    if not is_equal or self._trained:
                         self._cohort_is_equal[kind] = is_equal
                     if not is_equal:
                         raise UnsupportedError("scores that are others for one client alone")

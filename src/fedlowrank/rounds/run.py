@@ -415,7 +415,7 @@ class Run:
     def evaluation(self) -> Block | None:
         """What the models are worth now; None where it is only known later, see :meth:`late`."""
         t = max(self.round - 1, 0)
-        return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated)
+        return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated, self.round > 0)
 
     def late(self) -> Block | None:
         """The evaluation of the last round but one, if :meth:`evaluation` did not know it; else None."""

@@ -174,10 +174,11 @@ def _embedding(
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         raise UnsupportedError("an embedding with options")
     w = plain(weight)
-    if x.device.type == "cpu" and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < w.shape[1]:
-        raise UnsupportedError("an index that is no row of the embedding")
     first = torch.arange(len(w), device=x.device) * w.shape[1]
-    index = by_client(x, len(w)) + first.reshape(-1, *[1] * x.ndim)
+    index = by_client(x, len(w))
+    # an index that is no row would be one of another client
+    is_row = (index >= 0) & (index < w.shape[1])
+    index = torch.where(is_row, index + first.reshape(-1, *[1] * x.ndim), w.shape[0] * w.shape[1])
     return functional.embedding(index.flatten(0, 1), w.flatten(0, 1))
 
 

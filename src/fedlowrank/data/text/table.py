@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from ...core.io.text import explain_encoding
 from ..datasets.hub import open_dataset
 from ..download.data_files import expand_path
 
+_WHOLE = re.compile(r"-?(0|[1-9][0-9]*)")
 _LINES = (".jsonl", ".jsonl.gz")
 _ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")
 
@@ -124,7 +127,15 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
 
 
 def read_data_file(path: str, cache: str | None) -> Table:
-    """Read a file with the library ``datasets``: JSON, JSON lines, CSV or parquet, also with ``.gz``."""
+    """Read a file: parquet with the library ``datasets``; JSON, JSON lines and CSV as they are, also with ``.gz``.
+
+    The library guesses: of texts that look like dates, numbers, truth values or nothing (``NA``) it makes those.
+    """
+    ending = Path(path.removesuffix(".gz")).suffix
+    if ending in (".json", ".jsonl"):
+        return read_file(path)
+    if ending in (".csv", ".tsv"):
+        return _read_csv(Path(expand_path(path)), "\t" if ending == ".tsv" else ",")
     library, found = open_dataset(path, None, cache, "language")
     return replace(_table_of_split(library, found, path, "train"), source=expand_path(path))
 
@@ -164,6 +175,25 @@ def _read_lines(file: Path) -> Table:
                 rows.append(_check_object(_parse(line, where), where))
                 numbers.append(number)
     return Table(str(file), rows, lines=numbers)
+
+
+def _read_csv(file: Path, delimiter: str) -> Table:
+    """Rows of text; an empty cell is a null. Labels that are whole numbers in all rows are numbers."""
+    csv.field_size_limit(1 << 31)
+    with _open_text(file) as stream:
+        try:
+            rows = [dict(row) for row in csv.DictReader(stream, delimiter=delimiter, strict=True)]
+        except csv.Error as error:
+            raise DataError(f"cannot read {str(file)!r} as CSV: {error}.") from error
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise DataError(f"{str(file)!r}, row {number} has more cells than the header has names.")
+    found = [{name: value or None for name, value in row.items()} for row in rows]
+    for name in ("label", "labels"):
+        values = [row.get(name) for row in found]
+        if values and all(value is not None and _WHOLE.fullmatch(value) for value in values):
+            found = [{**row, name: int(str(row[name]))} for row in found]
+    return Table(str(file), found)
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:

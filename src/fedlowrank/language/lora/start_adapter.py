@@ -15,13 +15,14 @@ import torch
 from ...adapters.lora.lora_factors import find_lora
 from ...core.errors import ConfigError, DataError
 from ...linalg.pair import Pair
+from ...models.stateless import tied_names
 from ..artifacts import name_in_file
 from ..base_model import HEAD_NAMES
 from .peft_config import REFUSED_SETTINGS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_TAKEN = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+_TAKEN = ("r", "rank_pattern", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
 """Fields that the section ``[lora]`` takes from the folder unless it sets them."""
 
 
@@ -51,6 +52,13 @@ def read_start_config(folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"lora.start: the adapter in {folder} has {name} = {found[name]!r}, but {reason}"
             )
+    begun = found.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith(("pissa", "olora", "corda", "loftq")):
+        raise ConfigError(
+            f"lora.start: the adapter in {folder} began with init_lora_weights = {begun!r}, for which PEFT changes the base "
+            "when it loads it, so that its factors are not of the base alone. Save it by "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...), as an adapter of the base"
+        )
     if found.get("bias", "none") != "none":
         raise ConfigError(
             f"lora.start: the adapter in {folder} trained biases of the base, which are no part of s·B A"
@@ -64,6 +72,12 @@ def fields_with_start(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]
     # PEFT adds these names to each adapter of a classification, whether the base has such modules or not
     saved = [n for n in stored.get("modules_to_save") or () if n not in HEAD_NAMES]
     stored["modules_to_save"] = saved or None
+    pattern: Mapping[str, int] = stored.get("rank_pattern") or {}
+    if "r" not in fields and "rank_pattern" not in fields and max(pattern.values(), default=0) > stored["r"]:
+        # layers of a higher rank than the others have room for it
+        stored["rank_pattern"] = {n: r for n, r in pattern.items() if r > stored["r"]}
+    else:
+        stored.pop("rank_pattern", None)
     # α goes with the rank, for the scale is their quotient
     taken = [n for n in _TAKEN if n in stored and not (n == "lora_alpha" and "r" in fields)]
     return {n: stored[n] for n in taken} | dict(fields)
@@ -88,7 +102,14 @@ def load_start(model: Any, folder: Path) -> None:
         stored = safetensors.torch.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:
         raise DataError(f"lora.start: {folder / WEIGHTS} cannot be read: {error}") from error
-    own = dict(model.named_parameters())
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for first, others in tied_names(model).items():
+        held = [n for n in (first, *others) if n in stored]
+        if any(not torch.equal(stored[n], stored[held[0]]) for n in held[1:]):
+            raise ConfigError(
+                f"lora.start: the adapter in {folder} has different weights for {' and '.join(held)}, which are one tensor in "
+                "the base (tied weights)"
+            )
     for name, layer in lora.layers.items():
         a, b = name_in_file(str(layer.a)), name_in_file(str(layer.b))
         if a not in stored or b not in stored:

@@ -18,7 +18,7 @@ from ...core.errors import SingleValueError, TaskError
 from ...core.tree import Params
 from ..complex_parameters import complex_names, with_complex
 from ..standard import HOOKS
-from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots
+from ..stateless import ABSENT, SavedSlots, Stateless, is_within, restore_slots, tied_names
 from .pooled_statistics import Chunks, pooled_statistics, single_value
 
 _BATCH = nn.modules.batchnorm._BatchNorm
@@ -63,7 +63,7 @@ class FunctionalModule:
         self._layers = {n: m for n, m in self._coupling.items() if _has_statistics(m) and not running}
         self._untracked = {n: m for n, m in self._coupling.items() if not _has_statistics(m)}
         self.names = tuple(s for n in self._layers for s in _statistics_of(n))
-        self._aliases = _aliases(module)
+        self._aliases = tied_names(module)
         self._complex = complex_names(module)
         # the module itself: its __dict__ would be another object after pickling
         self._skipped = None if without is None else module.get_submodule(without)
@@ -248,12 +248,3 @@ def _pass_on(x: Any) -> Any:
 
 def _has_statistics(layer: nn.Module) -> bool:
     return isinstance(layer, _BATCH) and layer.running_mean is not None
-
-
-def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Of a parameter that several layers hold, its further names, one a layer, by the first."""
-    found: dict[int, list[str]] = {}
-    for name, layer in module.named_modules():
-        for own, p in layer.named_parameters(recurse=False):
-            found.setdefault(id(p), []).append(f"{name}.{own}".lstrip("."))
-    return {first: tuple(more) for first, *more in found.values() if more}

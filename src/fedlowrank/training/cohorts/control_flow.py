@@ -51,7 +51,7 @@ def require_agreement(values: Sequence[T]) -> T:
     return first
 
 
-class Numbers(Stacked):
+class WholeNumbers(Stacked):
     """A whole number of each client, which is one where it is the key of a dict or is looked for in a set."""
 
     def __hash__(self) -> int:
@@ -61,7 +61,7 @@ class Numbers(Stacked):
 def stack_numbers(values: Sequence[int]) -> Stacked:
     """A whole number of each client ``[K]``, to compute with; float64."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.tensor(values, dtype=torch.float64).as_subclass(Numbers)
+        made = torch.tensor(values, dtype=torch.float64).as_subclass(WholeNumbers)
     made.lr, made.uses, made.number = None, 0, int
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,7 @@ class TextRows(CheckedFields):
         train = [record for table in train_tables for record in self._read(table, forms, notes)]
         test = [record for table in test_tables for record in self._read(table, forms, notes)]
         self._check_one_type([*train, *test])
+        self._check_one_order([*train_tables, *test_tables], forms)
         rest, share = hold_out(train, self.test_share, Key(("text_rows", self.seed)))
         form = next(iter(forms.values()))
         columns = FORMS[form].describe()
@@ -200,6 +202,19 @@ class TextRows(CheckedFields):
         """The classes that a data set itself names for its column of labels."""
         names = {"labels": ("label",), "token_labels": ("ner_tags", "labels", "tags")}.get(form, ())
         return next((table.classes[name] for name in names if name in table.classes), ())
+
+    def _check_one_order(self, tables: Sequence[Table], forms: Mapping[str, Form]) -> None:
+        """Refuse class numbers of files that name their classes in other orders: a number would be two classes."""
+        named = {table.source: self._named_classes(table, forms[table.source]) for table in tables}
+        orders = {source: names for source, names in named.items() if names}
+        if self.classes:
+            orders = {"data.classes": tuple(self.classes), **orders}
+        if len(set(orders.values())) > 1:
+            found = "; ".join(f"{list(names)} in {source!r}" for source, names in orders.items())
+            raise DataError(
+                f"labels are numbers of classes whose names are in different orders: {found}. Store the names instead of the "
+                "numbers, or cast all files to one order"
+            )
 
     def _title(self) -> str:
         """A name for reports: of the file, or of its folder if the file is only the training part."""
