@@ -179,6 +179,7 @@ def test_settings_that_need_turns_are_refused_without_them() -> None:
     for more, message in (
         ({"truncate": "turns"}, "leaves out turns"),
         ({"loss_on": "last"}, "have no turns"),
+        ({"system": "merge"}, "these rows have no "),
     ):
         with pytest.raises(ConfigError, match=message):
             tokenize(texts, byte_tokenizer(), TextSettings("verbatim", 8, **more))

@@ -224,6 +224,11 @@ def _make_samples(
             "truncate = 'turns' leaves out turns of conversations, and these rows have none. Set it to 'right', "
             "'left' or 'refuse'."
         )
+    if settings.system == "merge":
+        raise ConfigError(
+            "system = 'merge' puts the system turn of a conversation before its first question, and these rows have no "
+            "turns. Leave it out."
+        )
     if settings.loss_on == "last":
         raise ConfigError(
             "loss_on = 'last' is for conversations, and these rows have no turns. Set loss_on to 'response' or "
