@@ -61,8 +61,19 @@ KEYS = ["method", "seed", "series", "round"]
 
 def run(name: str, jobs: int) -> None:
     """Tune and test an experiment, and enter its figures."""
-    refuse_changes()
     out = RUNS / name
+    begin(out)
+    command = [sys.executable, "-m", "fedlowrank.cli.main", "tune", f"experiments/evidence/{name}.toml"]
+    subprocess.run([*command, "--jobs", str(jobs), "-o", str(out)], check=True, cwd=ROOT)
+    enter(name)
+
+
+def begin(out: Path) -> None:
+    """Note commit and machine in a folder of runs, new or begun; refuse code that no commit has, or another one."""
+    if _git("status", "--porcelain", "--", "src", "experiments"):
+        sys.exit(
+            "src/ or experiments/ have changes that are not committed: the figures would name a wrong commit"
+        )
     out.mkdir(parents=True, exist_ok=True)
     source = out / "source.json"
     described = describe_source()
@@ -72,17 +83,6 @@ def run(name: str, jobs: int) -> None:
         # the same code; the experiment's file may have grown
         described = begun | {"commit": described["commit"]}
     source.write_text(json.dumps(described, indent=1))
-    command = [sys.executable, "-m", "fedlowrank.cli.main", "tune", f"experiments/evidence/{name}.toml"]
-    subprocess.run([*command, "--jobs", str(jobs), "-o", str(out)], check=True, cwd=ROOT)
-    enter(name)
-
-
-def refuse_changes() -> None:
-    """Refuse to run code that no commit has."""
-    if _git("status", "--porcelain", "--", "src", "experiments"):
-        sys.exit(
-            "src/ or experiments/ have changes that are not committed: the figures would name a wrong commit"
-        )
 
 
 def check_commit(begun: str, out: Path) -> None:

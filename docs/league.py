@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from evidence import check_commit, describe_source, find_test_runs, refuse_changes
+from evidence import begin, find_test_runs
 from evidence_tables import paste, table_row
 from scipy import stats
 
-from fedlowrank import load_runs
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.reading.merging import format_toml
+from fedlowrank.results.measurements import ACCURACY
 from fedlowrank.results.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,17 +78,16 @@ def read_runs(out: Path) -> pd.DataFrame:
 
 def measure_run(folder: Path) -> dict[str, Any]:
     """One row of :func:`read_runs`."""
-    record, runs = RunRecord.load(folder), load_runs(folder, series="all")
-    first = runs["series"].iloc[0]
-    last = runs[(runs["round"] == runs["round"].max()) & (runs["series"] == first) & ~runs["unseen"]]
-    accuracy = last.loc[last["split"] == "test", "accuracy"].sort_values()
+    record = RunRecord.load(folder)
+    measured = record.measurements
+    last = measured.over_clients(ACCURACY, measured.series(ACCURACY)[0]).iloc[-1]
     method, _, seed = folder.name.rpartition("-s")
     return {
         "method": method,
         "seed": int(seed),
         "diverged": False,
-        "accuracy": accuracy.mean(),
-        "worst": accuracy.iloc[: math.ceil(len(accuracy) / 10)].mean(),
+        "accuracy": last["mean"],
+        "worst": last["worst"],
         "bytes": sum(r.bytes_up + r.bytes_down for r in record.rounds),
         "flops": sum(r.flops for r in record.rounds),
         "seconds": sum(sum(r.cpu_seconds.values()) for r in record.rounds),
@@ -97,15 +96,8 @@ def measure_run(folder: Path) -> dict[str, Any]:
 
 def run(task: str, jobs: int) -> None:
     """Run a task, and keep its figures."""
-    refuse_changes()
     out = RUNS / "league" / task
-    out.mkdir(parents=True, exist_ok=True)
-    source, described = out / "source.json", describe_source()
-    if source.exists():
-        begun = json.loads(source.read_text())
-        check_commit(begun["commit"], out)
-        described = begun | {"commit": described["commit"]}
-    source.write_text(json.dumps(described, indent=1))
+    begin(out)
     tune(TASKS / f"{task}.toml", out, jobs)
     enter(task, out)
 
@@ -228,7 +220,7 @@ def write() -> None:
     paste(PAGE, "league", "\n\n".join(parts))
 
 
-# A method of one's own
+# Adding a method
 
 
 def add(method: str, tasks: Sequence[str], overrides: Sequence[str], jobs: int) -> None:

@@ -1,4 +1,4 @@
-"""The league: one budget for every method, ranks and means from the raw runs, and a row for a method of one's own."""
+"""The league: one budget for every method, ranks and means from the raw runs, and a row for a method that a user adds."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Own(FedAvg):  # type: ignore[misc]
 
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Params]:
         end = view.train(supervised_loss(view.model), down, "local", self.optimizer)
-        # in the first round a client is compared with itself alone; what begins later nobody compares
+        # the engine compares a cohort with one client in the first round only
         return state, sub(down, self.code(end, view) if view.round > 0 else end)
 
     def contribution(self, upload: Params, client: ClientInfo, *_: Any) -> Any:

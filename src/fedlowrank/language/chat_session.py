@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.errors import ConfigError
-from .scores.generate import Decoding, complete_prompts
+from .scores.generate import Decoding, complete_prompts, encode_prompt
 
 
 class ChatSession:
@@ -88,7 +88,7 @@ class ChatSession:
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is None:
             return 0
-        ids = self._tokenizer(prompt, add_special_tokens=self._decoding.special_tokens)["input_ids"]
+        ids = encode_prompt(self._tokenizer, prompt, self._decoding.special_tokens)
         return len(ids) + self._decoding.max_new_tokens - int(limit)
 
     def _check_length(self, prompt: str) -> None:

@@ -23,7 +23,6 @@ from ..data.federation import Federation
 from ..engines.engine import Engine
 from ..training.cohorts.closeness import full_precision, is_close
 from ..training.cohorts.cohort_view import Cohort
-from ..training.cohorts.control_flow import DifferingError
 from ..training.kept_optimizers import split_optimizers
 from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
@@ -80,7 +79,7 @@ class Evaluator:
         self._former_pools: dict[tuple[int, ...], ScoringPool] = {}
         self._is_separable: dict[str, bool] = {}
         self._cohort_is_equal: dict[str, bool] = {}
-        self._fits_cohorts = self._trained = True
+        self._fits_cohorts = True
         self._not_finite: set[int] = set()
 
     def evaluate(
@@ -100,7 +99,6 @@ class Evaluator:
             clients: whom to evaluate; None for all.
             trained: False before the first round, when models may be equal by chance.
         """
-        self._trained = trained
 
         def model_of(info: ClientInfo, verbs: Trainer | None = None) -> LocalModel:
             return local_model(
@@ -117,7 +115,8 @@ class Evaluator:
 
         def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
             if self.engine.has_cohorts and self._fits_cohorts and not self._is_global:
-                return Block.join(self._evaluate_cohorts(block, server, state_of, round, model_of)).as_json()
+                found = self._evaluate_cohorts(block, server, state_of, round, model_of, trained)
+                return Block.join(found).as_json()
             return self._evaluate_block(block, model_of).as_json()
 
         blocks = self._blocks(self.federation.infos if clients is None else clients)
@@ -174,6 +173,7 @@ class Evaluator:
         state_of: Callable[[ClientInfo], Any],
         round: int,
         model_of: Callable[..., LocalModel],
+        trained: bool,
     ) -> list[Block]:
         """Evaluate clients of one form by one call of the method, and others as other engines do."""
         # of clients outside of cohorts, whose models are scored together where they can be
@@ -185,8 +185,6 @@ class Evaluator:
         def together(cohort: Cohort) -> list[Block | None]:
             try:
                 return evaluate(cohort)
-            except DifferingError:
-                raise
             except (Exception, UnsupportedError):
                 # an operation without a rule, or the method's own error, which a client alone raises; the models of the
                 # next evaluation are scored as in other engines
@@ -207,7 +205,7 @@ class Evaluator:
                 if known is None:
                     is_equal = self._is_as_alone(some, scores, model_of)
                     # models that are not trained yet are compared again
-                    if not is_equal or self._trained:
+                    if not is_equal or trained:
                         self._cohort_is_equal[kind] = is_equal
                     if not is_equal:
                         raise UnsupportedError("scores that are others for one client alone")

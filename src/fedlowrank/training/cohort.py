@@ -162,7 +162,7 @@ def _unsupported() -> Iterator[None]:
     """Turn errors into :class:`UnsupportedError`, but for memory; a client alone raises the function's own."""
     try:
         yield
-    except (UnsupportedError, torch.OutOfMemoryError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
+    except (torch.OutOfMemoryError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # not exported
         raise
     except (Exception, DifferingError) as error:
         raise UnsupportedError(f"{type(error).__name__}: {error}") from error

@@ -179,7 +179,8 @@ def _read_lines(file: Path) -> Table:
 
 def _read_csv(file: Path, delimiter: str) -> Table:
     """Rows of text; an empty cell is a null. Labels that are whole numbers in all rows are numbers."""
-    csv.field_size_limit(1 << 31)
+    # as much as a C long holds everywhere
+    csv.field_size_limit((1 << 31) - 1)
     with _open_text(file) as stream:
         try:
             rows = [dict(row) for row in csv.DictReader(stream, delimiter=delimiter, strict=True)]

@@ -174,15 +174,15 @@ def _seed_sampling(decoding: Decoding, batch: int) -> Iterator[None]:
         yield
 
 
-def has_begin(tokenizer: Any, prompt: str) -> bool:
-    """Whether a prompt begins with the begin token, as a chat template writes it: the tokenizer's own would be a second."""
+def encode_prompt(tokenizer: Any, prompt: str, special_tokens: bool = True) -> list[int]:
+    """Tokens of a prompt. One that begins with the begin token, as a chat template writes it, gets no second one."""
     begin: str | None = getattr(tokenizer, "bos_token", None)
-    return bool(begin) and prompt.startswith(str(begin))
+    special = special_tokens and not (begin and prompt.startswith(begin))
+    return list(tokenizer(prompt, add_special_tokens=special)["input_ids"])
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str, decoding: Decoding) -> list[int]:
-    special = decoding.special_tokens and not has_begin(tokenizer, prompt)
-    tokens: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+    tokens = encode_prompt(tokenizer, prompt, decoding.special_tokens)
     # some tokenizers close every text, and after its end a model writes something else
     if decoding.special_tokens and tokens and tokens[-1] == tokenizer.eos_token_id and len(tokens) > 1:
         bare = tokenizer(prompt, add_special_tokens=False)["input_ids"]

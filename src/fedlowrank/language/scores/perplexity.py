@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.errors import ConfigError, DataError
-from .generate import evaluating, has_begin
+from .generate import encode_prompt, evaluating
 
 IGNORED = -100
 """Label of a token whose likelihood does not count."""
@@ -66,7 +66,7 @@ def tokenize_texts(
         raise ConfigError("the tokenizer has no end token that could count; set end to false")
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):
-        before = list(tokenizer(prompt, add_special_tokens=not has_begin(tokenizer, prompt))["input_ids"])
+        before = encode_prompt(tokenizer, prompt)
         # some tokenizers close every text; the text goes on after this one
         if before and before[-1] == eos:
             before.pop()

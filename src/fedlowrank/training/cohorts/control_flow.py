@@ -10,7 +10,7 @@ Outside of steps no tensor is a batch: one that is not stacked is a constant tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +70,11 @@ def refuse_numbers(value: Any) -> None:
     """Refuse a tree that holds a number of each client, in whose place a client alone has a number of Python."""
     if any(getattr(t, "number", None) for t in tree.tensors(value)):
         raise UnsupportedError("a number of each client in a state or an upload")
+
+
+def count_clients(tensors: Iterable[Any]) -> int:
+    """How many clients the stacked tensors among these have; at least one is stacked."""
+    return next(len(unwrap_stacked(t)) for t in tensors if isinstance(t, Stacked))
 
 
 def unwrap_stacked(t: Tensor) -> Tensor:
@@ -135,7 +140,7 @@ def _share_constants(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     def shared(*args: Any, **kwargs: Any) -> Any:
         if not has_rows():
-            clients = next(len(unwrap_stacked(a)) for a in _tensors(args) if isinstance(a, Stacked))
+            clients = count_clients(_tensors(args))
             args = tuple(_stretch(a, clients) for a in args)
         return rule(*args, **kwargs)
 
@@ -173,7 +178,7 @@ def _new_tensor(t: Any, values: Any, **more: Any) -> Tensor:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    clients = next(len(unwrap_stacked(t)) for t in (a, b) if isinstance(t, Stacked))
+    clients = count_clients((a, b))
     left, right = expand_to_clients(a, clients), expand_to_clients(b, clients)
     if left.shape != right.shape:
         return False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..stacked import RULES, Stacked, UnsupportedError, has_rows, plain, stack
-from .control_flow import expand_to_clients, require_agreement
+from .control_flow import count_clients, expand_to_clients, require_agreement
 
 _RULE_OF_STEPS = RULES[Tensor.__getitem__]
 
@@ -25,10 +25,6 @@ def _outside_of_steps() -> None:
 def _count_of_all(mask: Tensor) -> int:
     """How many entries of a mask ``[K, ...]`` every client has."""
     return int(require_agreement(mask.flatten(1).sum(1).tolist()))
-
-
-def _clients(*tensors: Any) -> int:
-    return next(len(t.as_subclass(Tensor)) for t in tensors if isinstance(t, Stacked))
 
 
 def _nonzero(t: Any, *, as_tuple: bool = False) -> Stacked:
@@ -48,7 +44,7 @@ def _entries(t: Any, index: Any) -> Any:
     first, more = parts[0], parts[1:]
     if not isinstance(first, Tensor) or any(i is not None for i in more):
         raise UnsupportedError("an index that is not places or a mask, and None behind it")
-    clients = _clients(t, first)
+    clients = count_clients((t, first))
     p, i = expand_to_clients(t, clients), expand_to_clients(first, clients)
     if i.dtype == torch.bool:
         if p.shape[: i.ndim] != i.shape:
@@ -62,7 +58,7 @@ def _entries(t: Any, index: Any) -> Any:
 
 def _masked_scatter(t: Any, mask: Any, source: Any) -> Stacked:
     _outside_of_steps()
-    clients = _clients(t, mask, source)
+    clients = count_clients((t, mask, source))
     p, m, values = (expand_to_clients(v, clients) for v in (t, mask, source))
     if p.shape != m.shape or _count_of_all(m) != values[0].numel():
         raise UnsupportedError("a mask of another shape or with fewer entries than values")
@@ -71,7 +67,7 @@ def _masked_scatter(t: Any, mask: Any, source: Any) -> Stacked:
 
 def _index_fill(t: Any, dim: int, index: Any, value: Any) -> Stacked:
     _outside_of_steps()
-    clients = _clients(t, index)
+    clients = count_clients((t, index))
     p, i = expand_to_clients(t, clients), expand_to_clients(index, clients)
     if p.ndim != 2 or i.ndim != 2 or dim not in (0, -1) or isinstance(value, Tensor):
         raise UnsupportedError("places in a tensor of several dimensions")
@@ -80,7 +76,7 @@ def _index_fill(t: Any, dim: int, index: Any, value: Any) -> Stacked:
 
 def _index_add(t: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Stacked:
     _outside_of_steps()
-    clients = _clients(t, index, source)
+    clients = count_clients((t, index, source))
     p, i, values = (expand_to_clients(v, clients) for v in (t, index, source))
     rows = p.shape[1]
     if dim != 0 or i.ndim != 2 or p.ndim < 2 or bool(((i < 0) | (i >= rows)).any()):
