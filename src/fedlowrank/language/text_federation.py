@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +44,7 @@ from .objectives.preference_pairs import score_pairs
 from .objectives.text_embeddings import embed_pairs
 from .packed_attention import use_packed_attention
 from .sample_answers import sample_answers
+from .trl.trl_trainer import check_trainer, find_trainer
 
 if TYPE_CHECKING:
     from ..rounds.run import Run
@@ -81,6 +82,9 @@ class LanguageSettings(LanguageBase):
         neftune: α of the noise on embeddings while training (:mod:`.embedding_noise`); 0 for none.
         autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
             weights; none leaves it.
+        trainer: own, the steps of this package; trl, those of TRL's ``SFTTrainer``; or ``module:function`` of yours that makes
+            a ``transformers.Trainer`` of a :class:`~fedlowrank.language.trl.trl_trainer.TrainingPass`.
+        trainer_args: fields of ``trl.SFTConfig`` for such a trainer, such as ``{optim = "adamw_8bit"}``.
         prompts: questions that the models of a simulation answer before the first and after the last round, for the report.
         answer_tokens: of such an answer at most.
     """
@@ -94,6 +98,8 @@ class LanguageSettings(LanguageBase):
     by_length: bool = False
     neftune: float = 0.0
     autocast: Literal["none", "bfloat16", "float16"] = "none"
+    trainer: str = "own"
+    trainer_args: Mapping[str, Any] = field(default_factory=dict)
     prompts: tuple[str, ...] = ()
     answer_tokens: int = 48
 
@@ -105,6 +111,7 @@ class LanguageSettings(LanguageBase):
                 f"language.packing joins texts of a causal model, and language.task is {self.task!r}. Set packing to false."
             )
         check_minimum("language.answer_tokens", self.answer_tokens, 1)
+        check_trainer(self.trainer, self.trainer_args, "language")
         if self.prompts and self.task != "causal":
             raise ConfigError(
                 f"language.prompts are answered by a causal model, and language.task is {self.task!r}. Leave prompts out"
@@ -158,6 +165,9 @@ class Language:
             made.readout = embed_pairs
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
+        made.pass_trainer = find_trainer(
+            self.settings.trainer, self.settings.trainer_args, self.loaded.tokenizer, self.settings.autocast
+        )
         return made
 
     def answer(self, run: Run) -> list[dict[str, Any]]:

@@ -69,6 +69,8 @@ class Architecture:
             ``outputs_of(x)``, or None where they are the scores.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
             the tensors.
+        pass_trainer: what takes the steps of its passes (:class:`fedlowrank.training.trainer.PassTrainer`), or None for this
+            package's own.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
         running: whether batch normalizations use and change their running statistics as in PyTorch; see
             :meth:`with_running_statistics`.
@@ -118,6 +120,7 @@ class Architecture:
         self.parameters = sum(as_real(p.detach()).numel() for p in module.parameters())
         self.autocast: torch.dtype | None = None
         self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
+        self.pass_trainer: Any = None
         self._library_hooks: int | None = None
         if head is None:
             declared = getattr(module, "head_name", None)
@@ -229,6 +232,8 @@ class Architecture:
         They can for standard models, and for models of transformers without random numbers and hooks.
         """
         other = self.beyond_standard
+        if self.pass_trainer is not None:
+            return "another library's trainer takes the steps"
         if other is None or self.running or self._library_hooks is None:
             return other
         if any(getattr(layer, "gradient_checkpointing", False) for layer in self.module.modules()):

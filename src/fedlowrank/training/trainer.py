@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ class Meter:
 
 SMALL_STEP = 1 << 14
 """Tokens of a batch times numbers of each up to which models of transformers train faster for many clients together."""
+
+
+class PassTrainer(Protocol):
+    """Takes the steps of a pass instead of :func:`descend`, as a trainer of another library."""
+
+    def __call__(
+        self, request: Request, data: LocalData, model: Architecture, round: int, micro_batch: int | None
+    ) -> tuple[Any, Tensor]:
+        """Train a pass; returns the trained tree, and losses of steps or their mean ``[steps or 1]``."""
+        ...
 
 
 class LocalTrainer:
@@ -112,19 +122,23 @@ class LocalTrainer:
         if not standard and repeatable:
             self.fit_cost(request, kind)
         training = contextlib.nullcontext() if standard else self._in_training(self.data.key / name)
+        own: PassTrainer | None = self.model.pass_trainer
         try:
             with training, naming(self.whose, _BATCHES_OF_ONE):
-                if standard:
+                if standard or (own is not None and not self.ledger.is_fitted(kind)):
                     self.count(request, kind)
-                end, losses = descend(
-                    request,
-                    self.data.batches(name),
-                    self.round,
-                    self.micro_batch,
-                    self._counting(kind, standard),
-                    self.steps(name),
-                    self.whose if self.may_halve and repeatable else None,
-                )
+                if own is not None:
+                    end, losses = own(request, self.data, self.model, self.round, self.micro_batch)
+                else:
+                    end, losses = descend(
+                        request,
+                        self.data.batches(name),
+                        self.round,
+                        self.micro_batch,
+                        self._counting(kind, standard),
+                        self.steps(name),
+                        self.whose if self.may_halve and repeatable else None,
+                    )
         except LossError as error:
             where = f"{self.data.info.title}, round {self.round}, pass {name!r}"
             raise LossError(f"{where}: {error}") from error

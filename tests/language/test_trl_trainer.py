@@ -1,0 +1,227 @@
+"""TRL's trainer takes the steps of a pass: the same factors as by this package's own steps, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.language.trl.trl_trainer import TrainingPass, make_sft_trainer
+
+from .test_preferences import tables as preference_tables
+from .test_runs import causal, run_of
+
+torch.set_num_threads(1)
+pytest.importorskip("trl")
+
+
+def scores(tables: dict[str, Any], trainer: str, **language: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """Scores of every client's own model at the end of a run; and steps, operations and losses of the last round."""
+    tables = {**tables, "language": {**tables["language"], "trainer": trainer, **language}}
+    run = run_of(tables, tables["run"]["rounds"] - 1)
+    record = run.step()
+    (model,) = run.federation.architectures.values()
+    data = run.federation.clients
+    with torch.no_grad():
+        found = [
+            model.apply(run.personal(info), {n: t[:4] for n, t in data[info.id].train.x.items()})
+            for info in run.federation.infos
+        ]
+    return found, [record.steps, record.loss, record.flops]
+
+
+def assert_equal_runs(tables: dict[str, Any], **language: Any) -> None:
+    """Both trainers end alike."""
+    (own, costs), (other, others) = scores(tables, "own"), scores(tables, "trl", **language)
+    torch.testing.assert_close(other, own, rtol=2e-3, atol=2e-4)
+    assert others[0] == costs[0]
+    assert others[1]["local"] == pytest.approx(costs[1]["local"], rel=1e-4)
+    assert others[2] == pytest.approx(costs[2], rel=0.02)
+
+
+def equal_ranks(tables: dict[str, Any]) -> dict[str, Any]:
+    """The same with one rank."""
+    tables["lora"]["ranks"] = [4]
+    return tables
+
+
+@pytest.mark.parametrize("method", ["fedhl", "flora", "hetlora", "standalone"])
+def test_models_are_those_of_own_steps(method: str, llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path, method=method)
+    assert_equal_runs(tables)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["fedit", "ffa_lora", "fedsa_lora", "fedex_lora", "flexlora"])
+def test_models_of_further_methods_are_those_of_own_steps(method: str, llama: Path, tmp_path: Path) -> None:
+    assert_equal_runs(equal_ranks(causal(llama, tmp_path, method=method)))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": {
+        "defaults": {
+            "optimizer": {"kind": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.01, "clip": 0.5}
+        }
+    },
+    "schedule": {
+        "defaults": {
+            "optimizer": {
+                "kind": "adamw",
+                "lr": 0.01,
+                "local_schedule": {"kind": "cosine", "warmup": 1},
+                "beta2": 0.9,
+            }
+        }
+    },
+    "lora_plus": {"defaults": {"optimizer": {"kind": "adamw", "lr": 0.002, "groups": {"b": {"lr": 0.02}}}}},
+    "steps": {"defaults": {"steps": 3, "batch_size": 4}},
+    "parts": {"defaults": {"batch_size": 4, "drop_last": True}, "run": {"micro_batch": 2}},
+    "alpha": {"defaults": {"tuning": {"scaling": "alpha"}}},
+    "layers": {"lora": {"alpha_pattern": {"v_proj": 32}, "rank_pattern": {"q_proj": 2}}},
+    "checkpoints": {"language": {"gradient_checkpointing": True}},
+    "left": {"language": {"truncate": "left", "context": 20}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_a_pass_mean_the_same(name: str, llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path)
+    for section, fields in SETTINGS[name].items():
+        tables[section] = {**tables.get(section, {}), **fields}
+    assert_equal_runs(tables)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "penalty": (
+        {"method": "hetlora", "methods": {"hetlora": {"prune": 0.9, "penalty": 0.01}}},
+        "adds terms to the loss",
+    ),
+    "keep": (
+        {
+            "method": "fedit",
+            "lora": {"ranks": [4]},
+            "defaults": {"optimizer": {"kind": "adamw", "lr": 0.01, "keep": True}},
+        },
+        "keeps the optimizer",
+    ),
+    "packing": ({"language": {"packing": True}, "partition": {"min_size": 2}}, "packing"),
+    "parts": ({"defaults": {"batch_size": 4}, "run": {"micro_batch": 2}}, "equally many in every step"),
+    "field": ({"language": {"trainer_args": {"optimm": "adafactor"}}}, "no field 'optimm'"),
+    "value": ({"language": {"trainer_args": {"optim": "adamm"}}}, "adamm"),
+    "name": ({"language": {"trainer": "trll"}}, "did you mean|Did you mean"),
+    "arguments": ({"language": {"trainer": "own", "trainer_args": {"optim": "adafactor"}}}, "trainer_args"),
+    "import": ({"language": {"trainer": "no_such_module:make"}}, "cannot be imported"),
+    "other": (
+        {"language": {"trainer": "tests.language.test_trl_trainer:make_nothing"}},
+        "not a transformers.Trainer",
+    ),
+    "steps": ({"language": {"trainer": "tests.language.test_trl_trainer:make_short"}}, "took 1 steps"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_trainer_cannot_do_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
+    changed, words = REFUSED[name]
+    tables = causal(llama, tmp_path)
+    tables["language"]["trainer"] = "trl"
+    for section, fields in changed.items():
+        tables[section] = {**tables.get(section, {}), **fields} if isinstance(fields, dict) else fields
+    with pytest.raises((ConfigError, TaskError), match=words):
+        run_of(tables)
+
+
+def test_pairs_are_refused(llama: Path, tmp_path: Path) -> None:
+    tables = preference_tables(llama, tmp_path, {"kind": "dpo"})
+    tables["language"]["trainer"] = "trl"
+    with pytest.raises(TaskError, match="next token alone"):
+        run_of(tables, 1)
+
+
+def make_nothing(given: TrainingPass) -> Any:
+    """No trainer."""
+    return given.tokenizer
+
+
+def make_short(given: TrainingPass) -> Any:
+    """A trainer of one step."""
+    return make_sft_trainer(replace(given, arguments={**given.arguments, "max_steps": 1}))
+
+
+def make_own(given: TrainingPass) -> Any:
+    """A trainer as users write it: a subclass of theirs that draws from Python and torch, with their own order of the rows."""
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    class Halved(Trainer):  # type: ignore[misc]  # transformers has no types
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            drawn.append((random.random(), float(torch.rand(()))))
+            return super().compute_loss(model, inputs, *args, **kwargs) / 2
+
+    known = {"output_dir", "max_steps", "seed", "use_cpu", "report_to", "save_strategy", "disable_tqdm"}
+    arguments = {n: v for n, v in given.arguments.items() if n in known}
+    return Halved(
+        given.model,
+        TrainingArguments(**arguments, per_device_train_batch_size=4, learning_rate=0.01),
+        DataCollatorForSeq2Seq(given.tokenizer),
+        given.rows,
+    )
+
+
+drawn: list[tuple[float, float]] = []
+
+
+def test_a_trainer_of_one_s_own_comes_again_with_the_seed_and_leaves_nothing(
+    llama: Path, tmp_path: Path
+) -> None:
+    tables = causal(llama, tmp_path)
+    tables["language"]["trainer"] = "tests.language.test_trl_trainer:make_own"
+    # the one that the name of the setting imports
+    draws_of = importlib.import_module("tests.language.test_trl_trainer").drawn
+    states, draws = [], []
+    for seed in (0, 0, 1):
+        draws_of.clear()
+        tables["run"]["seed"] = seed
+        run = run_of(tables, 0)
+        (model,) = run.federation.architectures.values()
+        before = (
+            dict(model.module.named_parameters()),
+            model.module.config.to_dict(),
+            [*model.module.modules()],
+        )
+        python, state = random.getstate(), torch.get_rng_state()
+        run.step()
+        assert random.getstate() == python
+        assert torch.equal(torch.get_rng_state(), state)
+        after = (
+            dict(model.module.named_parameters()),
+            model.module.config.to_dict(),
+            [*model.module.modules()],
+        )
+        assert [id(p) for p in before[0].values()] == [id(p) for p in after[0].values()]
+        assert before[1:] == after[1:]
+        assert not model.training
+        states.append(run.state.server)
+        draws.append(list(draws_of))
+    assert tree.equal(states[0], states[1])
+    assert draws[0] == draws[1] != draws[2]
+    # clients do not draw the same
+    assert len(set(draws[0])) == len(draws[0])
+
+
+def test_optimizers_of_transformers_take_the_method_s_rates(llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path)
+    tables["language"]["trainer_args"] = {"optim": "adafactor"}
+    made, _ = scores(tables, "trl")
+    plain, _ = scores({**tables, "language": {**tables["language"], "trainer_args": {}}}, "trl")
+    assert not torch.allclose(made[0], plain[0], atol=1e-3)
+    tables["defaults"] = {"optimizer": {"kind": "adamw", "lr": 0.0}}
+    still, _ = scores(tables, "trl")
+    # without a rate nothing is learnt, and all clients have the base
+    assert not torch.allclose(still[0], made[0], atol=1e-3)
