@@ -215,7 +215,11 @@ def test_a_model_that_goes_on_after_its_head_is_refused() -> None:
             return 2 * self.head(self.body(x))
 
     with pytest.raises(TaskError, match="does not end in 'head'"):
-        Architecture("scaled", Scaled(), torch.randn(1, 6))
+        Architecture("scaled", Scaled(), torch.randn(1, 6), head="head")
+    # a layer may be called so without being the head; what needs one says why it is none
+    made = Architecture("scaled", Scaled(), torch.randn(1, 6))
+    with pytest.raises(TaskError, match="does not end in 'head'"):
+        made.represent(made.initial, torch.randn(1, 6))
 
 
 def test_a_model_without_a_head_can_be_applied_but_not_split() -> None:
@@ -267,7 +271,7 @@ def test_a_head_that_shares_a_weight_with_the_body_is_refused_or_follows_it() ->
 
     x = torch.randn(4, 6)
     try:
-        a = Architecture("tied", Tied(), x[:1])
+        a = Architecture("tied", Tied(), x[:1], head="head")
     except TaskError:
         return
     # a weight that has one name must have one value wherever it is used, not that of the first round in the

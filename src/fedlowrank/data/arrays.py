@@ -17,7 +17,7 @@ from ..core.arguments.field_checks import CheckedFields
 from ..core.errors import DataError, did_you_mean
 from .dataset import Dataset, Examples
 from .download.data_files import check_file, expand_path
-from .input_types import InputTypes
+from .input_types import InputTypes, warn_of_rounding
 from .partitioning.checks import describe_array
 from .user_data.user_arrays import target_hint, target_warning
 
@@ -95,6 +95,7 @@ def to_float32(x: np.ndarray, where: str) -> Tensor:
     """Convert real numbers [n, ...] to a contiguous float32 tensor with the same values."""
     if x.ndim == 0 or x.dtype.kind not in "biuf":
         raise DataError(f"{where} must be numbers [n, ...], not {describe_array(x)}.")
+    warn_of_rounding(x, where)
     with np.errstate(over="ignore"):
         # An overflow becomes an infinity, which the data set rejects with its position.
         return torch.from_numpy(np.array(x, dtype=np.float32, order="C"))

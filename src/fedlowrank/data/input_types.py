@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..core.errors import DataError
+from ..core.errors import DataError, warn_user
 from .partitioning.checks import chunks
 
 _IMAGE_AXES = 3
@@ -40,6 +42,33 @@ def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
     wanted = torch.int64 if ids and is_whole(x) else torch.float32
     # the call alone, which does nothing, takes longer than the question
     return x if x.dtype == wanted else x.to(wanted)
+
+
+_FEWEST = 1000
+"""Values of float32 that the range of an input should span."""
+
+
+def warn_of_rounding(x: NDArray[Any], where: str) -> None:
+    """Warn of an input whose values float32 cannot tell apart: seconds since 1970, or long identifiers.
+
+    Args:
+        x: real numbers ``[n, ...]`` that become float32.
+        where: what they are.
+    """
+    if x.dtype.itemsize < 4 or x.dtype == np.float32 or not x.size:
+        return
+    columns = x.reshape(len(x), -1).astype(np.float64)
+    low, high = columns.min(0), columns.max(0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        span, largest = high - low, np.maximum(np.abs(low), np.abs(high))
+        narrow = (span > 0) & (span < _FEWEST * np.finfo(np.float32).eps * largest)
+    if narrow.any():
+        place = int(narrow.argmax())
+        name = "the inputs" if columns.shape[1] == 1 else f"the inputs of column {place}"
+        warn_user(
+            f"{where}: {name} lie between {low[place]:.15g} and {high[place]:.15g}. Models compute in float32, which has at most "
+            f"{_FEWEST} numbers there. Subtract {low[place]:.15g} from all first"
+        )
 
 
 def convert_named_input(x: Tensor, whole: torch.dtype | None = None) -> Tensor:
@@ -89,6 +118,8 @@ class InputTypes:
             name: of the input, where there are several.
         """
         converted = convert_named_input(x, self.named.get(name)) if name else convert_inputs(x, ids=self.ids)
+        if converted.dtype == torch.float32:
+            warn_of_rounding(x.detach().cpu().numpy(), where)
         if is_image(x) or (not name and x.dtype == torch.uint8 and converted.dtype == torch.float32):
             first, largest = self._scaled.get(name, (where, 0))
             self._scaled[name] = first, max(largest, int(x.max()) if x.numel() else 0)

@@ -108,6 +108,9 @@ class Architecture:
         self._current_buffers: Params | None = None
         self._local: LocalStatistics | None = None
         self.cache: dict[str, Any] = {}
+        self._changes_arguments = not self.is_standard or any(
+            getattr(m, "inplace", False) for m in modules.values()
+        )
         self.couples = not self.frozen.issuperset(batch_normalizations(module).values())
         _refuse_parameter_hooks(name, module)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -122,6 +125,7 @@ class Architecture:
         self.readout: Callable[[Callable[[Any], Tensor], Any], Tensor] | None = None
         self.pass_trainer: Any = None
         self._library_hooks: int | None = None
+        is_named = head is not None or hasattr(module, "head_name")
         if head is None:
             declared = getattr(module, "head_name", None)
             head = declared if declared is not None else "head" if "head" in modules else None
@@ -130,10 +134,18 @@ class Architecture:
                 f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}"
             )
         self.head_name = head
-        self.example = example
+        self.example = map_inputs(torch.clone, example)
         self._width = 0
-        if head is not None:
+        self._no_head = ""
+        if head is None:
+            return
+        try:
             self._use_head(head)
+        except TaskError as error:
+            if is_named:
+                raise
+            # a layer that is only called "head"; methods that need one say why it is none
+            self.head_name, self._no_head = None, str(error)
 
     def _use_head(self, head: str) -> None:
         """Split the module before a submodule; raises TaskError if it cannot be split there."""
@@ -260,6 +272,7 @@ class Architecture:
         Then an engine may find the cost of a step without taking it. Hooks that are registered now are the library's own.
         """
         self._library_hooks = count_hooks(self.module)
+        self._changes_arguments = False
 
     @property
     def may_run_again(self) -> bool:
@@ -379,8 +392,9 @@ class Architecture:
         def record(name: str) -> Callable[..., None]:
             return lambda layer, _, out: outputs.append((name, layer, out))
 
+        x = map_inputs(torch.clone, x)
         trained = {
-            n: p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
+            n: p.detach().clone().requires_grad_(p.is_floating_point() or p.is_complex())
             for n, p in self.initial.items()
         }
         with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
@@ -401,9 +415,12 @@ class Architecture:
         Training mode decides, for a module may make no graph where it only infers. One that cannot train on these
         inputs (of one example, a custom normalization say) may have one.
         """
-        leaves = {n: p.detach().requires_grad_() for n, p in self.initial.items()} | self._code.neutral()
+        leaves = {
+            n: p.detach().clone().requires_grad_() for n, p in self.initial.items()
+        } | self._code.neutral()
         with torch.no_grad():
             found = self.probe(x)
+        x = map_inputs(torch.clone, x)
         with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
@@ -416,7 +433,9 @@ class Architecture:
     def layer_with_single_value(self) -> str | None:
         """Name of the first batch normalization for which one example is one value of each channel."""
         with unchanged(self.module), _PROBE.global_generators(self.device):
-            return self._code.layer_with_single_value(self.initial, self.example)
+            return self._code.layer_with_single_value(
+                {n: p.clone() for n, p in self.initial.items()}, map_inputs(torch.clone, self.example)
+            )
 
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
@@ -444,6 +463,8 @@ class Architecture:
 
     def _need_head(self) -> None:
         if self.head_name is None:
+            if self._no_head:
+                raise TaskError(self._no_head)
             linear = [n for n, m in self.module.named_modules() if n and isinstance(m, torch.nn.Linear)]
             name = linear[-1] if linear else "name.of.the.last.submodule"
             hint = f" ({name!r} is its last nn.Linear)" if linear else ""
@@ -464,6 +485,10 @@ class Architecture:
 
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         self._keep_mode()
+        if not self.module.training and self._changes_arguments:
+            # what a module does to its inputs or parameters in place must not reach the data or the server
+            x = map_inputs(torch.clone, x)
+            params = {n: p.clone() for n, p in params.items()}
         # without buffers of a client, a call begins with the initial ones and its changes are dropped
         current = self._current_buffers
         if current is None and self.buffers:
@@ -566,6 +591,11 @@ class Architecture:
             self.set_training(False)
 
 
+def map_inputs(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """A function of the input of a model, or of each of its named inputs."""
+    return {n: function(t) for n, t in x.items()} if isinstance(x, dict) else function(x)
+
+
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
     """Raise TaskError if a parameter has a hook: clients train copies, on which it would not run."""
     for parameter, p in module.named_parameters():
@@ -618,9 +648,12 @@ def build_architecture(
         raise
     except Exception as error:
         looked_up = "'indices'" in str(error) or "used as indices" in str(error)
+        other_type = "same dtype" in str(error) or "should be the same" in str(error)
         hint = (
             " A model that looks up whole numbers converts them in its forward: x.long()."
             if looked_up
+            else " Models get their inputs as float32: make the model so, model.float(), or convert them in its forward."
+            if other_type
             else ""
         )
         raise TaskError(
@@ -734,7 +767,12 @@ def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
     with unchanged(module), torch.no_grad(), _PROBE.global_generators():
         try:
             module.eval()
-            _ = module(**example) if isinstance(example, Mapping) else module(example)
+            own = (
+                {n: t.clone() for n, t in example.items()}
+                if isinstance(example, Mapping)
+                else example.clone()
+            )
+            _ = module(**own) if isinstance(own, dict) else module(own)
         except IndexError:
             # an id that the table lacks: the type is right
             return not all(t.is_floating_point() for t in inputs)
@@ -751,8 +789,9 @@ def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
     """
     if not _lazy_parameters(module):
         return
+    own = map_inputs(torch.clone, example)
     with unchanged(module), torch.no_grad():
-        _ = module.eval()(**example) if isinstance(example, dict) else module.eval()(example)
+        _ = module.eval()(**own) if isinstance(own, dict) else module.eval()(own)
     if remaining := _lazy_parameters(module):
         raise TaskError(
             f"model {name}: the parameter {remaining[0]} of a lazy layer has no shape, because forward does not use "

@@ -105,10 +105,10 @@ def _micro_f1_of_labels(scores: Floats, targets: Labels) -> float | None:
     return 2 * hits / (present + predicted) if present + predicted else None
 
 
-def _intersection_of_labels(scores: Floats, targets: Labels) -> float | None:
+def _intersection_of_labels(scores: Floats, targets: Labels) -> float:
     hits, present, predicted = _count_labels(scores, targets)
-    union = present + predicted - hits
-    return float((hits[union > 0] / union[union > 0]).mean()) if union.any() else None
+    # scikit-learn sets the index of a class that is never present nor predicted to 0
+    return float((hits / np.maximum(present + predicted - hits, 1)).mean())
 
 
 def _mean_of_labels(

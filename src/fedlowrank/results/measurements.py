@@ -109,7 +109,7 @@ class Block:
         """One column, a value for each client; by default of the headline series. Empty without such a column."""
         for column in self.columns:
             if (column.name, column.split) == (name, split) and series in (None, column.series):
-                return column.values
+                return list(column.values)
         return []
 
     def by_client(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -190,7 +190,7 @@ def _further_metrics(
     # exact, and NumPy knows no bfloat16
     parts = np.split(scores.double().numpy(), ends), np.split(labels.numpy(), ends)
     return {
-        name: [compute(name, metric, *part) for part in zip(*parts, strict=True)]
+        name: [compute(name, metric, *map(np.copy, part)) for part in zip(*parts, strict=True)]
         for name, metric in metrics.items()
     }
 
@@ -293,6 +293,9 @@ def _right_entries(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
     """The loss of each example; with few classes softmax is faster over adjacent scores of a class."""
     y = batch.y
+    if batch.loss.is_own:
+        # what a function of the user's own does to its arguments in place is its own affair
+        return example_losses(scores.clone(), replace(batch, y=y.clone()))
     if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
         return example_losses(scores, batch)
     by_class = scores.t().contiguous()

@@ -116,6 +116,11 @@ def simulate(
     _check_types(method, federation)
     if loss is not None:
         federation = federation.with_loss(loss)
+    named = settings.get("callbacks", ())
+    if isinstance(named, Sequence) and any(map(callable, named)):
+        raise ConfigError(
+            "simulate.callbacks holds names, 'module:Class'. Give functions and objects as on_round=..."
+        )
     names, own_metrics = split_metrics(settings.get("metrics", ()))
     chosen = _settings({**settings, "metrics": names}, federation, method)
     if chosen.engine not in ENGINES:

@@ -158,11 +158,20 @@ def _first(which: Series) -> Any:
 
 def _encoding(column: Series) -> str:
     """How to make numbers of a column that holds none."""
-    if column.dtype.kind in "mM":
-        return f"Make a number of it, such as frame[{column.name!r}].astype('int64')"
+    if column.dtype.kind == "M":
+        since = f"(frame[{column.name!r}] - pandas.Timestamp('2020-01-01', tz={_zone(column)!r}))"
+        return f"Make a small number of it, the same for all clients, such as days: {since}.dt.total_seconds() / 86400"
+    if column.dtype.kind == "m":
+        return f"Make a number of it: frame[{column.name!r}].dt.total_seconds()"
     if all(isinstance(value, int | float) for value in column.dropna()):
         return f"Give it a type of numbers, frame[{column.name!r}].astype(float)"
     return f"Encode it, frame = pandas.get_dummies(frame, columns=[{column.name!r}], dtype=float)"
+
+
+def _zone(column: Series) -> str | None:
+    """The name of the time zone of a column of times, or None."""
+    zone = getattr(column.dt, "tz", None)
+    return None if zone is None else str(zone)
 
 
 def _example(column: Series) -> Any:

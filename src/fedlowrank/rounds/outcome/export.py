@@ -20,12 +20,14 @@ from ...adapters.deployment import (
     save_deployed,
 )
 from ...adapters.state_dict import full_state_dict
+from ...core.contract.method import ClientInfo
 from ...core.contract.model import Model
 from ...core.errors import ConfigError, did_you_mean
-from ...core.tree import canonical
+from ...core.tree import Params, canonical
 from ...data.dataset import Inputs, Stored
 from ...linalg.matricize import Weights, sum_parts, unpack_weights
 from ...models.complex_parameters import as_real, with_complex
+from ...results.local_model import LocalModel
 from ..run import Run
 
 BATCH = 20
@@ -125,19 +127,36 @@ def _parts(run: Run, client: int | str, series: str | None) -> tuple[Model, tupl
         # statistics of batch normalizations and other buffers are of the client, and of no part
         own = {n: t for n, t in made.model.whole(weights).items() if n not in weights}
         return made.model, ({**first, **own}, *rest)
-    params = canonical(made.personal())
-    some = _first(run.federation.clients[info.id].train.x)
-    with torch.inference_mode():
-        whole, inferred = made.model.apply(params, some), made.predictors[name](some)
-    if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
-        raise ConfigError(
-            f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
-            "of outputs), so no single module can be exported for it. Ensemble with mixed = 'weights' and "
-            "FLoRAL infer by one."
-        )
+    params = single_model(run, info, made)
     # with what is frozen, and with factors of the ranks that the module's layers have
     state = full_state_dict(made.model, params)
     return made.model, (canonical({n: as_real(t) for n, t in state.items()}),)
+
+
+def single_model(run: Run, info: ClientInfo, made: LocalModel) -> Params:
+    """The parameters of the one model that a client infers by.
+
+    Args:
+        run: whose model it is.
+        info: the client.
+        made: its model as it stands.
+
+    Raises:
+        ConfigError: if the client infers by several models, as an ensemble does.
+    """
+    params = canonical(made.personal())
+    if not callable(next(iter(made.client_model.series.values()), None)):
+        return params
+    some = _first(run.federation.clients[info.id].train.x)
+    with torch.inference_mode():
+        whole, inferred = made.model.apply(params, some), next(iter(made.predictors.values()))(some)
+    if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
+        raise ConfigError(
+            f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
+            "of outputs), and no single module computes the same. Ensemble with mixed = 'weights' and "
+            "FLoRAL infer by one."
+        )
+    return params
 
 
 def _first(x: Stored) -> Inputs:

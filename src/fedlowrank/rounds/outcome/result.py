@@ -15,7 +15,7 @@ from ...results.evaluation import SPLITS
 from ...results.measurements import ACCURACY, Measurements, mean_over_clients
 from ...results.records import RoundRecord
 from ..run import Run
-from .export import export_model
+from .export import export_model, single_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,6 +171,10 @@ class Result:
         Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's
         own module and not copies. Load the state into another module: a federation goes on with the module
         that it was made from.
+
+        Raises:
+            ConfigError: if the client infers by several models, as an ensemble does; :meth:`predict` gives its scores.
         """
         info = self.run.federation.client(client)
-        return full_state_dict(self.run.federation.architectures[info.architecture], self.run.personal(info))
+        params = single_model(self.run, info, self.run.local_model(info))
+        return full_state_dict(self.run.federation.architectures[info.architecture], params)
