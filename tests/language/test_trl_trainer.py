@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.language.trl.trl_trainer import TrainingPass, make_sft_trainer
@@ -225,3 +226,24 @@ def test_optimizers_of_transformers_take_the_method_s_rates(llama: Path, tmp_pat
     still, _ = scores(tables, "trl")
     # without a rate nothing is learnt, and all clients have the base
     assert not torch.allclose(still[0], made[0], atol=1e-3)
+
+
+def test_one_machine_may_have_another_trainer(llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path)
+    tables["language"] |= {"trainer": "trl", "trainer_args": {"optim": "adafactor"}}
+    for local, trainer, arguments in (
+        ({}, "trl", {"optim": "adafactor"}),
+        ({"trainer": "own"}, "own", {}),
+        ({"trainer_args": {"optim": "adamw_torch"}}, "trl", {"optim": "adamw_torch"}),
+    ):
+        found = ExperimentConfig.parse({**tables, "local": local}).language_here
+        assert found is not None
+        assert (found.trainer, dict(found.trainer_args)) == (trainer, arguments)
+
+
+@pytest.mark.parametrize("section", ["language", "local"])
+def test_a_trainer_of_somebody_else_is_not_imported(section: str, llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path)
+    tables[section] = {**tables.get(section, {}), "trainer": "somebody:make"}
+    with pytest.raises(ConfigError, match="somebody:make"):
+        ExperimentConfig.parse(tables, allow_code=False)

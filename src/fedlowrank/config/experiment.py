@@ -343,6 +343,8 @@ class ExperimentConfig(pydantic.BaseModel):
         named = (*methods, *self.run.metrics)
         own = [self.loss.kind] if self.loss.is_own else []
         own += [self.partition.kind] if isinstance(self.partition, OwnPartition) else []
+        trainers = [] if self.language is None else [self.language.trainer, self.local.trainer or ""]
+        own += [name for name in trainers if ":" in name]
         code = [*self.model.own, *self.run.callbacks, *own, *(name for name in named if ":" in name)]
         return tuple(dict.fromkeys(code))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import ConfigError
 from ...language.text_federation import LanguageSettings
 from ...rounds.run_settings import RunSettings
 
-_LANGUAGE = ("path", "dtype", "quantize", "attention", "gradient_checkpointing", "autocast", "offline")
+_LANGUAGE = (
+    *("path", "dtype", "quantize", "attention", "gradient_checkpointing", "autocast", "offline"),
+    *("trainer", "trainer_args"),
+)
 _RUN = ("device", "micro_batch")
 
 
@@ -31,6 +35,8 @@ class LocalSettings(CheckedFields):
         gradient_checkpointing: see ``language.gradient_checkpointing``.
         autocast: type in which matrices are multiplied; none leaves that of the weights.
         offline: do not ask the hub.
+        trainer: see ``language.trainer``.
+        trainer_args: see ``language.trainer_args``.
         device: cpu, cuda, or cuda:1 and so on.
         micro_batch: examples of which a gradient is taken at once; 0 takes batches whole although the
             experiment sets ``run.micro_batch``.
@@ -46,6 +52,8 @@ class LocalSettings(CheckedFields):
     gradient_checkpointing: bool | None = None
     autocast: Literal["none", "bfloat16", "float16"] | None = None
     offline: bool | None = None
+    trainer: str | None = None
+    trainer_args: Mapping[str, Any] | None = None
     device: str | None = None
     micro_batch: int | None = None
     start: str | None = None
@@ -66,6 +74,8 @@ class LocalSettings(CheckedFields):
         changed = {name: getattr(self, name) for name in self.language_fields if name != "start"}
         if self.quantize == "none":
             changed["quantize"] = None
+        if self.trainer == "own" and self.trainer_args is None:
+            changed["trainer_args"] = {}
         if self.path is not None:
             # a revision is of the name that it was given for
             changed["revision"] = None
