@@ -322,3 +322,9 @@ def test_a_command_line_is_text() -> None:
     method = made.build_method("fedavg")
     assert (made.run.participation, made.run.rounds, made.name) == (0.5, 2, "007")
     assert (method.optimizer.lr, method.drop_last) == (1.0, True)
+
+
+def test_a_field_with_dashes_is_told_how_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "experiment.toml", "--run.rounds=3"])
+    assert "set without dashes: run.rounds=3" in capsys.readouterr().err

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from fedlowrank import SGD, Federation
+from fedlowrank.adapters.lora.lora_factors import find_lora
 from fedlowrank.adapters.lora.lora_layers import add_lora
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
@@ -230,3 +231,26 @@ def test_layers_of_a_higher_rank_have_room(llama: Path, tmp_path: Path) -> None:
     language: Any = run.federation.companion
     with torch.no_grad(), language.live(find_server_model(run)) as model:
         torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_organizations_begin_at_their_mean(llama: Path, tmp_path: Path) -> None:
+    folders, updates = [tmp_path / "a", tmp_path / "b"], []
+    for rank, folder in zip((2, 3), folders, strict=True):
+        write_adapter(llama, folder, r=rank, lora_alpha=4)
+        stored = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+        updates.append(stored[name.format("B")] @ stored[name.format("A")] * (4 / rank))
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    model = peft.PeftModel.from_pretrained(base, folders[0], "a")
+    model.load_adapter(folders[1], "b")
+    model.add_weighted_adapter(["a", "b"], [0.5, 0.5], "start", combination_type="cat")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`", UserWarning)
+        model.save_pretrained(tmp_path / "mean", selected_adapters=["start"])
+    run = make_run(llama, tmp_path / "mean" / "start", tmp_path, "fedhl", {"ranks": [5]})
+    params = run.personal(run.federation.infos[0])
+    (made,) = run.federation.architectures.values()
+    lora = find_lora(made.module, None)
+    layer = next(n for n in lora.layers if n.endswith("layers.0.self_attn.q_proj"))
+    found = lora.layers[layer].read_pair(params).dense() * lora.scale
+    torch.testing.assert_close(found, (updates[0] + updates[1]) / 2, rtol=1e-4, atol=1e-5)

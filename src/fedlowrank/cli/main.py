@@ -359,7 +359,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not (
         hasattr(args, "overrides") and all((takes_name or "=" in r) and not r.startswith("-") for r in rest)
     ):
-        made.error(f"unrecognized arguments: {' '.join(rest)}")
+        fields = [word.lstrip("-") for word in rest if "=" in word and "." in word.partition("=")[0]]
+        hint = f" (a field is set without dashes: {fields[0]})" if fields else ""
+        made.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:  # argparse takes no positional argument after an option
         args.overrides = [*args.overrides, *rest]
     path, before = list(sys.path), None
