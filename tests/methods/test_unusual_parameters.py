@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import SGD, AdamW, Federation, simulate
+from fedlowrank.adapters.state_dict import full_state_dict
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.methods import (
@@ -171,7 +172,9 @@ def test_complex_parameters_in_every_engine(settings: dict[str, Any]) -> None:
 )
 def test_methods_train_unusual_parameters(name: str, kind: str) -> None:
     result = simulate(METHODS[name](batch_size=6, optimizer=SGD(lr=0.1)), federation(kind), rounds=2)
-    module(kind).load_state_dict(result.personal(1))
+    # of an ensemble the model with the largest share
+    info, models = result.run.federation.infos[1], result.run.federation.architectures
+    module(kind).load_state_dict(full_state_dict(models[info.architecture], result.run.personal(info)))
 
 
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])

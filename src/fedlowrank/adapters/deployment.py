@@ -38,6 +38,7 @@ from .thin_layers import (
     CompressedLayer,
     compress_layer,
     compressed_tensors,
+    copy_row_major,
     count_index_bytes,
     count_multiplications,
     sparse_indices,
@@ -94,10 +95,13 @@ def deploy(
 
     Raises:
         ConfigError: if the layout is unknown.
+        TaskError: if a name is none of the module's, or a tensor, its factors or what is added to it has another
+            shape or type than the module's.
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
     made = copy.deepcopy(module).eval().requires_grad_(False)
+    _check_weights(made, weights, sparse or {})
     layers = _compressible_layers(made)
     for name, param in list(made.named_parameters()):
         if name not in weights and not (sparse and name in sparse):
@@ -110,15 +114,67 @@ def deploy(
         parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
         if parts is None:
             # only the data of a parameter are replaced: shared parameters stay shared
-            param.data = merged.detach().to(param.device, copy=True).contiguous()
+            param.data = copy_row_major(merged, param.device)
         else:
             compress_layer(layer, parts)
     for name, buffer in made.named_buffers():
         own = weights.get(name)
         if isinstance(own, Tensor):
-            buffer.data = own.detach().to(buffer.device, copy=True)
+            buffer.data = copy_row_major(own, buffer.device)
     merge_lora_(made)
     return made
+
+
+def _check_weights(module: nn.Module, weights: Weights, sparse: Params) -> None:
+    """Refuse names that the module does not have, and tensors that do not fit its own."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    first = {id(t): name for name, t in (*parameters.items(), *buffers.items())}
+    aliases = {
+        name: first[id(t)]
+        for name, t in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+    }
+    everything = {**parameters, **buffers}
+    for argument, given in (("weights", weights), ("sparse", sparse)):
+        known = parameters if argument == "sparse" else everything
+        for name, w in given.items():
+            own_name = aliases.get(name, "")
+            if own_name not in known:
+                what = "parameter" if argument == "sparse" else "parameter or buffer"
+                raise TaskError(
+                    f"deploy: {argument} names {name!r}, which is no {what} of the module. "
+                    f"{did_you_mean(name, known)}"
+                )
+            if name != own_name and own_name not in given:
+                raise TaskError(
+                    f"deploy: {argument} names {name!r}, which the module shares with {own_name!r}; give it by that "
+                    "name"
+                )
+            _check_tensor(f"deploy: {name!r} in {argument}", w, known[own_name])
+
+
+def _check_tensor(what: str, w: Tensor | LowRank | Sparse, own: Tensor) -> None:
+    """Refuse a tensor, factors or nonzero entries that are not of the shape and type of the module's own."""
+    if isinstance(w, LowRank):
+        rows, columns = matrix_shape(own.shape) if own.ndim > 1 else (-1, -1)
+        left, right = ([*t.shape] for t in (w.left, w.right))
+        if own.ndim < 2 or left != [rows, w.rank] or right != [w.rank, columns]:
+            fits = f"it needs [{rows}, r] and [r, {columns}]" if own.ndim > 1 else "it takes no factors"
+            raise TaskError(
+                f"{what} has factors of the shapes {left} and {right}; for the module's shape {[*own.shape]} {fits}"
+            )
+        types = {w.left.dtype, w.right.dtype}
+    else:
+        shape, dtype = (w.mask.shape, w.values.dtype) if isinstance(w, Sparse) else (w.shape, w.dtype)
+        if shape != own.shape:
+            raise TaskError(f"{what} has the shape {[*shape]}, but the module's has {[*own.shape]}")
+        types = {dtype}
+    for other in types - {own.dtype}:
+        raise TaskError(
+            f"{what} is of {other}, but the module's is of {own.dtype}; convert it with .to({own.dtype})"
+        )
 
 
 def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:

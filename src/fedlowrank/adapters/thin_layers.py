@@ -174,11 +174,20 @@ def compress_layer(layer: Any, parts: Params) -> None:
     del layer.weight
     layer.__class__, layer.shape = KINDS[type(layer)], shape
     for name, t in parts.items():
-        own = t.detach().to(device, copy=True)
+        own = copy_row_major(t, device)
         if own.is_floating_point():
             layer.register_parameter(name, nn.Parameter(own, requires_grad=False))
         else:
             layer.register_buffer(name, own)
+
+
+def copy_row_major(t: Tensor, device: torch.device) -> Tensor:
+    """A copy with the strides of a new tensor, also of dimensions of size 1.
+
+    ``contiguous`` and ``clone`` keep those, and a convolution picks its algorithm by them. A tensor from a file
+    has new ones, so with others its layer would round otherwise.
+    """
+    return torch.empty(t.shape, dtype=t.dtype, device=device).copy_(t.detach())
 
 
 def _thin_convolution(layer: Any, down: bool) -> _ConvNd:

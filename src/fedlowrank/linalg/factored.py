@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..core.errors import ConfigError, TaskError
 from ..core.tree import Params, map_leaves, tree_dataclass, wide_type, widen
 
 CompressedUpdate = dict[str, "Tensor | Factored"]
@@ -33,6 +36,32 @@ class Factored:
         """The matrix ``[m, n]``; in half precision computed in float32 and rounded once."""
         wide = widen(self)
         return ((wide.u * wide.s) @ wide.v.mT).to(self.u.dtype)
+
+
+def check_real_matrix(w: Tensor, where: str) -> None:
+    """Refuse a tensor that is no real matrix.
+
+    Args:
+        w: any tensor.
+        where: the function that it was given to, for the message.
+
+    Raises:
+        TaskError: if it has other than two dimensions, or is complex or of integers.
+    """
+    if w.ndim != 2 or not w.is_floating_point():
+        raise TaskError(
+            f"{where} takes matrices [m, n] of real floating-point numbers; it was given a tensor of shape "
+            f"{[*w.shape]} and type {w.dtype}. Reshape it to two dimensions, convert integers with .float(), and "
+            "pass real and imaginary parts separately"
+        )
+
+
+def not_finite_error(shape: Sequence[int]) -> TaskError:
+    """The error for a matrix with a NaN or an infinity."""
+    return TaskError(
+        f"a matrix of shape {[*shape]} holds a NaN or an infinity, so it has no singular values. Check it with "
+        "torch.isfinite; in training, lower the learning rate."
+    )
 
 
 def canonical_signs(u: Tensor) -> Tensor:
@@ -70,7 +99,20 @@ def rank_of_energy(s: Tensor, energy: float) -> int:
     Args:
         s: singular values, descending ``[k]``.
         energy: share in [0, 1] of the squared Frobenius norm to keep.
+
+    Raises:
+        ConfigError: if the energy is not in [0, 1].
+        TaskError: if there are no singular values, or one is not finite.
     """
+    if not 0 <= energy <= 1:
+        raise ConfigError(f"rank_of_energy: energy must be a share from 0 to 1; it is {energy}")
+    if not len(s):
+        raise TaskError("rank_of_energy: there are no singular values; a matrix without entries has no rank")
+    if not bool(s.isfinite().all()):
+        raise TaskError(
+            f"rank_of_energy: the {len(s)} singular values hold a NaN or an infinity. Check the matrix with "
+            "torch.isfinite; in training, lower the learning rate."
+        )
     # relative to the largest, for the squares of very large or very small values are no numbers of float64
     square = (s.double() / s[0].double().clamp(min=torch.finfo(torch.float64).tiny)).square()
     # summed from the smallest up, so that a tail far below the leading value is not rounded away
@@ -90,12 +132,20 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
         update: tensors by name.
         energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as
             it is.
+
+    Raises:
+        ConfigError: if the energy is not above 0 and at most 1.
+        TaskError: if a weight that would be decomposed holds a NaN or an infinity.
     """
+    if not 0 < energy <= 1:
+        raise ConfigError(f"compress_update: energy must be above 0 and at most 1; it is {energy}")
     out: CompressedUpdate = {}
     for name, w in update.items():
         out[name] = w
         if w.ndim >= 2 and energy < 1 and w.numel():
             matrix = w.reshape(w.shape[0], -1)
+            if not bool(matrix.isfinite().all()):
+                raise not_finite_error(w.shape)
             full = compute_svd(matrix)
             rank = rank_of_energy(full.s, energy)
             if rank * (sum(matrix.shape) + 1) < matrix.numel():

@@ -29,8 +29,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, TaskError
-from .factored import thin_svd
+from ..core.errors import ConfigError
+from .factored import check_real_matrix, not_finite_error, thin_svd
 from .matricize import LowRank
 
 Algorithm = Literal["auto", "gram", "svd"]
@@ -42,16 +42,16 @@ PARTIAL_SHARE = 0.3
 
 
 def soft_threshold(w: Tensor, c: float) -> Tensor:
-    """The prox of c‖·‖₁, c ≥ 0: every entry moves by c towards 0 and stops there."""
+    """The prox of c‖·‖₁, c ≥ 0: every entry, real or complex, moves by c towards 0 and stops there."""
     _check_threshold(c)
-    return w.sign() * (w.abs() - c).clamp(min=0)
+    return (w.sgn() if w.is_complex() else w.sign()) * (w.abs() - c).clamp(min=0)
 
 
 def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> LowRank:
     """The prox of c‖·‖_* of a matrix ``[m, n]``, as factors; see the module's docstring.
 
     Args:
-        w: the matrix, of any floating-point type, on any device.
+        w: the matrix, of any real floating-point type, on any device.
         c: threshold ≥ 0.
         how: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not
             safe.
@@ -63,7 +63,7 @@ def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> L
     Raises:
         ArithmeticError: if ``how`` is ``gram`` and it is not safe.
         ConfigError: if the threshold is negative or NaN.
-        TaskError: if the matrix holds a NaN or an infinity.
+        TaskError: if the matrix holds a NaN or an infinity, is no matrix, or is complex or of integers.
     """
     return threshold_all([w], c, how)[0]
 
@@ -71,6 +71,8 @@ def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> L
 def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> list[LowRank]:
     """:func:`threshold_singular_values` of many matrices; an accelerator batches those of one shape."""
     _check_threshold(c)
+    for w in ws:
+        check_real_matrix(w, "threshold_singular_values")
     groups: dict[object, list[int]] = {}
     for i, w in enumerate(ws):
         # LAPACK takes one matrix at a time in any case, and one at a time needs less memory
@@ -101,10 +103,7 @@ def _root_of_scale(w: Tensor) -> float:
     """A power of 2 whose square is near max|A|, or 1 for a matrix of zeros."""
     top = float(w.abs().amax()) if w.numel() else 0.0
     if not math.isfinite(top):
-        raise TaskError(
-            f"a matrix of shape {[*w.shape]} holds a NaN or an infinity, so it has no singular values. Check "
-            "it with torch.isfinite; in training, lower the learning rate."
-        )
+        raise not_finite_error(w.shape)
     return math.ldexp(1.0, math.frexp(top)[1] // 2)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from .delta import split_svd
-from .factored import Factored, thin_svd
+from .factored import Factored, check_real_matrix, not_finite_error, thin_svd
 from .pair import Pair
 from .randomized_svd import leading_triplets
 
@@ -47,9 +47,14 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
 
     Raises:
         ConfigError: if the rank is below 1.
+        TaskError: if the update holds a NaN or an infinity, is no matrix, or is complex or of integers.
     """
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"the rank of an adapter must be a whole number of at least 1; it is {rank!r}")
+    for w in (update.b, update.a) if isinstance(update, Pair) else (update,):
+        check_real_matrix(w, "truncate_update")
+        if not bool(w.isfinite().all()):
+            raise not_finite_error(w.shape)
     if isinstance(update, Pair):
         u, s, v = _decompose_product(update)
         lost, energy = (float(t.square().sum()) for t in (s[rank:], s))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -23,11 +24,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 from torch.nn import functional
 
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import check_arguments
-from ...core.errors import TaskError
+from ...core.errors import ConfigError, TaskError
 from ...core.key import Key
 from ...models.standard import LAYERS
 from ...models.stateless import is_within
@@ -45,7 +47,10 @@ class LoRALayer(nn.Module):
     have factors of their own: ``in_proj_lora_A`` and so on.
 
     The weight that an attribute gives is computed at every access. So changes of it in place are lost, as
-    with ``torch.nn.utils.parametrize``; :meth:`base_weight` is W itself.
+    with ``torch.nn.utils.parametrize``; :meth:`base_weight` is W itself. The attribute cannot be assigned or
+    deleted: what reads W + s·B A and writes it back would apply the update twice.
+
+    ``torch.fx`` calls such a layer as a whole, like PyTorch's own layers.
 
     Attributes:
         lora_scaling: s.
@@ -67,6 +72,7 @@ class LoRALayer(nn.Module):
         # replicas of nn.DataParallel have no parameters but plain attributes. Not getattr, for an
         # AttributeError in a property would let nn.Module find the parameter W instead.
         values: dict[str, Any] = self.__dict__ if name in self.__dict__ else self._parameters
+        _refuse_symbolic_tracing(self, name)
         tensor: Tensor = values[name]
         return tensor
 
@@ -81,6 +87,30 @@ class LoRALayer(nn.Module):
         b, a = self.factors(name)
         # s is multiplied into the smaller factor, which saves a pass over the weight
         return w + ((self.lora_scaling * b) @ a).reshape(w.shape).to(w.dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.lora_weights:
+            self._refuse_change(name, "assigned")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.lora_weights:
+            self._refuse_change(name, "deleted")
+        super().__delattr__(name)
+
+    def _refuse_change(self, name: str, done: str) -> None:
+        """Refuse to change an adapted weight by its attribute.
+
+        Two changes are of W itself: ``load_state_dict(assign=True)``, and those of replicas of ``nn.DataParallel``.
+        """
+        caller = sys._getframe(2).f_globals.get("__name__")
+        if caller == nn.Module.__module__ or getattr(self, "_is_replica", False):
+            return
+        raise TaskError(
+            f"{name} of {type(self).__name__} cannot be {done}: it is computed, W + s·B A, from the frozen W and "
+            "the LoRA factors. To change the layer, first make it a plain one with merge_lora(model). To set W "
+            f"alone: with torch.no_grad(): layer.base_weight({name!r}).copy_(w)"
+        )
 
     def extra_repr(self) -> str:
         """The layer's own, with the rank."""
@@ -176,6 +206,20 @@ class _EmbeddingBagLayer(LoRALayer):
         return bags(self.base_weight()) + self.lora_scaling * functional.linear(bags(b), a.mT)
 
 
+def _refuse_symbolic_tracing(layer: LoRALayer, name: str) -> None:
+    """Refuse that ``torch.fx`` records W: its graph would read W + s·B A under the name of W."""
+    # not in torch.compile and torch.export, nor in make_fx, which record tensors and not names
+    if torch.compiler.is_compiling() or not getattr(_symbolic_trace, "_is_fx_tracing_flag", False):
+        return
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
+
+    if get_proxy_mode() is None:
+        raise TaskError(
+            f"torch.fx cannot trace into {type(layer).__name__}, whose {name} is computed, W + s·B A. Trace a "
+            "plain module, merge_lora(model), or a module that calls this layer"
+        )
+
+
 def _product_form(base: type[nn.Module]) -> type[LoRALayer]:
     """The form for layers of a class: with a product of its own only where ``forward`` is known."""
     code: Any = base
@@ -249,7 +293,7 @@ def add_lora(
         module: left as it is.
         rank: r. Above the largest that one of the layers can have it is lowered to that, α/r included; a layer
             that can have less gets fewer components under the same scale. Either is warned of.
-        alpha: α; by default r, a scale of 1.
+        alpha: α, finite and not 0; by default r, a scale of 1.
         target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular
             expression for whole names, or ``"all"``. The name of an attention layer means all its weights.
         rslora: scale by α/√r instead of α/r.
@@ -262,9 +306,16 @@ def add_lora(
     Raises:
         TaskError: if nothing matches, a layer cannot be adapted (a weight that is parametrized, such as by
             ``weight_norm``, or of integers), is lazy, or has LoRA factors already.
-        ConfigError: if the rank is no whole number of at least 1.
+        ConfigError: if the rank is no whole number of at least 1, α is 0 or not finite, or ``target_modules``
+            is no regular expression.
     """
     rank = check_minimum("add_lora.rank", rank, 1)
+    if alpha is not None and (alpha == 0 or not math.isfinite(alpha)):
+        raise ConfigError(
+            f"add_lora.alpha must be a finite number other than 0; it is {alpha}. The update is scaled by alpha "
+            "/ rank; alpha=None gives the scale 1"
+        )
+    _check_pattern(target_modules)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TaskError(f"{name} belongs to a lazy layer without a shape; run one forward pass first")
@@ -276,7 +327,11 @@ def add_lora(
             )
     # of the module itself, because a weight under weight_norm cannot be copied
     for found in _find_targets(module, target_modules, trainable):
-        found.floating_parameter()
+        if not found.floating_parameter().numel():
+            raise TaskError(
+                f"layer {found.name or '(the module itself)'} has a weight without entries, of shape "
+                f"{[*found.parameter().shape]}, so no rank fits it; leave it out of target_modules"
+            )
     made = copy.deepcopy(module)
     key = Key((0,)) if key is None else key
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -339,6 +394,7 @@ def merge_lora_(module: nn.Module) -> None:
             for factor in "AB":
                 delattr(layer, factor_name(name, factor))
         del layer.lora_scaling, layer.lora_rslora, layer.lora_transposed
+        layer.__dict__.pop("__module__", None)
         layer.__class__ = layer.lora_class  # type: ignore[assignment]  # what it was before
 
 
@@ -356,6 +412,8 @@ def _adapt(
     for name, (a, b, _) in weights.items():
         layer.register_parameter(factor_name(name, "A"), a)
         layer.register_parameter(factor_name(name, "B"), b)
+    # torch.fx calls as a whole, and does not trace into, what says that it is of torch.nn
+    layer.__dict__["__module__"] = nn.Module.__module__
 
 
 def _initial_factors(target: AdaptableWeight, rank: int, key: Key) -> tuple[nn.Parameter, nn.Parameter]:
@@ -404,6 +462,18 @@ def _matches(name: str, target: str | Sequence[str]) -> bool:
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(name == t or name.endswith(f".{t}") for t in target)
+
+
+def _check_pattern(target: str | Sequence[str]) -> None:
+    if not isinstance(target, str):
+        return
+    try:
+        re.compile(target)
+    except re.error as error:
+        raise ConfigError(
+            f"add_lora.target_modules = {target!r} is no regular expression: {error}. To match the ends of "
+            'names give a list, such as ["fc1"]'
+        ) from error
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:

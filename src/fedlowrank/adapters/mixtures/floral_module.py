@@ -88,7 +88,7 @@ class Floral(nn.Module):
         reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42).
             Otherwise each adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x;
             γ_c, β_c) is computed. These start as the main ones, and batches count for the adaptors that have
-            a share.
+            a share. As in PyTorch, ``layer.training`` decides between statistics of the batch and running ones.
         seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout
             does, so that activation checkpointing replays the noise.
 
@@ -128,7 +128,7 @@ class Floral(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check_settings(model, rank, rank_pattern, num_clusters, alpha, router)
+        _check_settings(model, rank, rank_pattern, num_clusters, alpha, router, include, exclude)
         is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
         how = (construction, tuple(kinds), is_included, rank_pattern)
         self._adapted = find_adapted_parameters(model, rank, *how)
@@ -376,7 +376,7 @@ class Floral(nn.Module):
     ) -> Tensor:
         x = args[0] if args else kwargs["input"]
         return torch.add(
-            output, node.term(x, beta, pi, layer, self.training).to(output.dtype), alpha=self.alpha
+            output, node.term(x, beta, pi, layer, layer.training).to(output.dtype), alpha=self.alpha
         )
 
 
@@ -387,9 +387,17 @@ def _check_settings(
     num_clusters: int,
     alpha: float,
     router: Router,
+    include: Any,
+    exclude: Any,
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TaskError(f"Floral wraps an nn.Module; it was given {type(model).__name__}")
+    for argument, predicate in (("include", include), ("exclude", exclude)):
+        if predicate is not None and not callable(predicate):
+            raise ConfigError(
+                f"Floral.{argument} must be a function of a layer's name and the layer; it is {predicate!r}. For a "
+                f"list of names write {argument}=lambda name, layer: name in {predicate!r}"
+            )
     check_ranks_or_budgets("Floral", rank, rank_pattern)
     check_minimum("Floral.num_clusters", num_clusters, 1)
     if not 0 < alpha < math.inf:

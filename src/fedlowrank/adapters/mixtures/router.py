@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,9 +113,15 @@ class Router(CheckedFields):
 def parse_route(route: Route, clusters: int) -> list[float]:
     """The shares of all C clusters, adding up to 1; a cluster's number gives its one-hot.
 
+    A number is an int, or an integer of NumPy or a tensor without dimensions.
+
     Raises:
         ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
     """
+    if isinstance(route, np.integer) or (
+        isinstance(route, np.ndarray | Tensor) and not route.ndim and "int" in str(route.dtype)
+    ):
+        route = int(route)
     if isinstance(route, int):
         if isinstance(route, bool) or not 0 <= route < clusters:
             raise ConfigError(f"there is no cluster {route!r}; num_clusters is {clusters}, counted from 0")

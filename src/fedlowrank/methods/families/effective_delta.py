@@ -13,7 +13,7 @@ from ...adapters.lora.lora_factors import lora_of
 from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.switch import Switch, check_switch
 from ...core.contract.model import Model
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, TaskError
 from ...core.tree import Params
 from ...linalg.delta import (
     Delta,
@@ -249,7 +249,16 @@ class Weighing(CheckedFields):
             ranks: r_i of every reply.
             examples: n_i of every reply.
             limits: the most components that the factors of a layer may have.
+
+        Raises:
+            TaskError: if the weights are by examples and no reply has any.
         """
+        reads_examples = self.by == "examples" or self.by_examples
+        if reads_examples and not sum(examples) > 0:
+            raise TaskError(
+                f"weighing by examples needs a client with examples; the {len(examples)} replies of this round "
+                "have 0. Leave such clients out, or weigh without by_examples and by = 'examples'"
+            )
         errors = {n: tail_energy(d, [min(r, limits[n]) for r in ranks]) for n, d in deltas.items()}
         energy = {n: d.energy for n, d in deltas.items()}
         together, total = [sum(e) for e in zip(*errors.values(), strict=True)], sum(energy.values())
