@@ -159,3 +159,25 @@ def test_clients_standardize_by_their_own_training_examples(tmp_path):
             torch.testing.assert_close(getattr(own, part).x.double(), expected, rtol=1e-4, atol=1e-4)
     # by the statistics of all, the clients still differ
     assert abs(made["standard"].clients[0].train.x.mean()) > 0.9
+
+
+def test_inputs_are_named_by_their_columns_and_values(path):
+    data = Csv(path, "diagnosis", "hospital", missing="mean").load()
+    assert data.columns == ("age", "smoker", "ward=a", "ward=b", "ward=missing")
+    assert Csv(path, "diagnosis", features=("ward", "smoker"), missing="drop").load().columns[-1] == "smoker"
+    tables = {"data": {"source": "csv", "path": path, "label": "diagnosis", "features": ["smoker"]}}
+    made = ExperimentConfig.parse({**tables, "method": "fedavg", "partition": {"kind": "iid", "clients": 1}})
+    # the names stay through normalization and partition
+    assert made.shares().columns == ("smoker",)
+
+
+def test_rows_with_more_cells_than_names_are_refused_and_separators_at_their_end_are_not(tmp_path):
+    file = tmp_path / "t.csv"
+    for rows in ("40,1,0,7\n50,2,1,8\n", "0,1,0,7\n1,2,1,8\n"):
+        file.write_text(f"age,dose,y\n{rows}")
+        with pytest.raises(DataError, match="have more cells than its first line has names"):
+            Csv(str(file), "y").load()
+    file.write_text("age,dose,y\n40,1,0,\n50,2,1,\n")
+    data = Csv(str(file), "y").load()
+    assert data.train.x.tolist() == [[40, 1], [50, 2]]
+    assert data.train.y.tolist() == [0, 1]

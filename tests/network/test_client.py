@@ -23,7 +23,7 @@ from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.engines.engine import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.client import ClientRuntime, own_share, prepare
-from fedlowrank.network.messages import Answer, Order, sections
+from fedlowrank.network.messages import Answer, Order, RefusedOrderError, RegistrationRequest, sections
 from fedlowrank.network.persistence.client_memory import ClientMemory
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.site.site_settings import SiteSettings
@@ -343,7 +343,7 @@ def own(tmp_path: Path) -> tuple[ExperimentConfig, list[Path]]:
         x = draw.normal(size=(n, 5)).astype("float32") + i
         files.append(tmp_path / f"mine-{i}.npz")
         np.savez(files[-1], x=x, y=(x[:, 0] > i).astype("int64"), classes=np.array(["no", "yes"]))
-    data = {"source": "arrays", "path": str(tmp_path / "nowhere.npz")}
+    data = {"source": "arrays", "path": str(tmp_path / "nowhere.npz"), "normalize": "none"}
     split = {"kind": "local", "train": 0.7, "val": 0.1, "test": 0.2}
     return ExperimentConfig.parse({**tables("scaffold"), "data": data, "split": split}), files
 
@@ -379,8 +379,9 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
     made, files = own
     with pytest.raises(DataError, match=r"nothing\.npz"):
         own_share(made, 0, 3, tmp_path / "nothing.npz")
+    whole = ExperimentConfig.parse({**made.to_dict(), "split": {"kind": "whole_test"}})
     with pytest.raises(ConfigError, match=r"data\.test"):
-        own_share(made, 0, 3, files[0], files[1])
+        own_share(whole, 0, 3, files[0], files[1])
 
 
 @pytest.mark.full
@@ -402,3 +403,124 @@ def test_a_client_with_other_columns_is_not_admitted(
     result = served(carrier, small_network(made), tmp_path / "run")
     assert {client for client, _ in carrier.orders()} == {0, 1}
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
+
+
+# -- tables of ones own
+
+
+TABLE = {"source": "csv", "label": "ill", "normalize": "none", "classes": ["no", "yes"]}
+
+
+def table(file: Path, columns: list[str], wards: str = "", rows: int = 30) -> Path:
+    """A table whose column x decides the label."""
+    draw = np.random.default_rng(len(file.name))
+    values = {c: draw.normal(size=rows).round(3).astype(str) for c in columns}
+    label = np.where(values["x"].astype(float) > 0, "yes", "no")
+    if wards:
+        values["ward"] = np.resize(list(wards), rows)
+    lines = [",".join([*values, "ill"]), *map(",".join, zip(*values.values(), label, strict=True))]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def of_tables(folder: Path, **data: Any) -> ExperimentConfig:
+    split = {"kind": "local", "train": 0.7, "val": 0.1, "test": 0.2}
+    made = {**TABLE, "path": str(folder / "nowhere.csv"), **data}
+    return ExperimentConfig.parse({**tables("fedavg", rounds=1), "data": made, "split": split})
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ((["y", "x"], ""), 'input 1 is "y" and theirs "x", input 2 is "x" and theirs "y"'),
+        ((["x", "y"], "ac"), 'input 4 is "ward=c" and theirs "ward=b"'),
+    ],
+)
+def test_a_table_with_other_columns_or_values_is_not_admitted(
+    other: tuple[list[str], str], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = of_tables(tmp_path).overlay({"network": {"min_clients": 2}})
+    wards = "ab" if other[1] else ""
+    files = [table(tmp_path / "0.csv", ["x", "y"], wards), table(tmp_path / "01.csv", ["x", "y"], wards)]
+    files.append(table(tmp_path / "2.csv", *other))
+    folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
+    for i, path in enumerate(files):
+        prepare(folders[100 + i], made, i, own_share(made, i, 3, path), SiteSettings.simulated())
+    carrier = LocalTransport(folders)
+    result = served(carrier, made, tmp_path / "run", audit=tmp_path / "audit.jsonl")
+    assert result.rounds[1].lost.keys() == {"2"}
+    # the server logs and audits it, and the client learns the reason
+    events = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    (rejected,) = [e for e in events if e["event"] == "rejected"]
+    assert rejected["client"] == 2 or rejected["client"] is None
+    assert why in rejected["why"]
+    assert why in caplog.text
+    assert "has other columns than the other clients" in (folders[102] / "rejected.txt").read_text()
+    assert not (folders[101] / "rejected.txt").exists()
+
+
+def test_the_order_of_columns_does_not_matter_if_the_experiment_names_them(tmp_path: Path) -> None:
+    made = of_tables(tmp_path, features=["x", "y"])
+    forms = [
+        ClientRuntime(folder).registration()[1]
+        for folder, columns in ((tmp_path / "a", ["x", "y"]), (tmp_path / "b", ["y", "x"]))
+        if prepare(folder, made, 0, own_share(made, 0, 3, table(tmp_path / "t.csv", columns))) is None
+    ]
+    assert forms[0] == forms[1]
+
+
+def test_names_of_columns_do_not_leave_a_site_in_a_private_run(tmp_path: Path) -> None:
+    privacy = {"kind": "local", "epsilon": 2.0, "delta": 1e-5}
+    made = of_tables(tmp_path).overlay({"run": {"privacy": privacy, "clipping": {"norm": 1.0}}})
+    prepare(tmp_path / "a", made, 0, own_share(made, 0, 3, table(tmp_path / "t.csv", ["x", "y"], "ab")))
+    assert b"ward" not in ClientRuntime(tmp_path / "a").registration()[1]
+    assert b"digest " in ClientRuntime(tmp_path / "a").registration()[1]
+
+
+@pytest.mark.parametrize("how", ["scale", "standard"])
+def test_a_normalization_that_would_be_fitted_to_one_file_is_refused(how: str, tmp_path: Path) -> None:
+    file = table(tmp_path / "t.csv", ["x", "y"])
+    with pytest.raises(ConfigError, match=rf"data\.normalize is '{how}'.*standard_per_client"):
+        own_share(of_tables(tmp_path, normalize=how), 0, 3, file)
+    assert len(own_share(of_tables(tmp_path, normalize="standard_per_client"), 0, 3, file).data[0].train)
+
+
+def test_images_as_bytes_keep_the_default_normalization(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 1, 4, 4)).astype("uint8")
+    pixels[0, 0, 0, :2] = 0, 255
+    file = tmp_path / "images.npz"
+    made = ExperimentConfig.parse({
+        **tables("fedavg"), "data": {"source": "arrays", "path": str(file)}, "split": {"kind": "local"}
+    })  # fmt: skip
+    np.savez(file, x=pixels, y=np.arange(30) % 2)
+    assert torch.equal(own_share(made, 1, 3, file).data[1].train.inputs.amax(), torch.tensor(1.0))  # type: ignore[union-attr]
+    assert "stretched" not in caplog.text
+    np.savez(file, x=pixels // 2, y=np.arange(30) % 2)
+    own_share(made, 1, 3, file)
+    assert "images of this client are stretched from 0..0.498" in caplog.text
+    np.savez(file, x=pixels.astype("float32"), y=np.arange(30) % 2)
+    with pytest.raises(ConfigError, match=r"data\.normalize is 'scale'"):
+        own_share(made, 1, 3, file)
+
+
+def test_a_test_file_that_the_split_ignores_is_refused(tmp_path: Path) -> None:
+    files = [table(tmp_path / name, ["x", "y"]) for name in ("t.csv", "test.csv")]
+    with pytest.raises(ConfigError, match=r"--test .*'local' does not use test data.*'whole_test'"):
+        own_share(of_tables(tmp_path), 0, 3, *files)
+    made = of_tables(tmp_path).to_dict()
+    own_test = ExperimentConfig.parse({**made, "split": {"kind": "own_test"}})
+    with pytest.raises(DataError, match=r"natural clients in both.*set split\.kind to 'whole_test'"):
+        own_share(own_test, 0, 3, *files)
+    whole = ExperimentConfig.parse({**made, "split": {"kind": "whole_test"}})
+    assert len(own_share(whole, 0, 3, *files).data[0].test) == 30
+
+
+def test_a_client_keeps_why_the_server_rejected_it(made: ExperimentConfig, folder: Path) -> None:
+    header = RegistrationRequest(rejection="client 1 has\nanother form").to_json()
+    with pytest.raises(RefusedOrderError, match="does not let this client take part: client 1 has another"):
+        ClientRuntime(folder).reply("registration", header, b"")
+    assert (folder / "rejected.txt").read_text() == "client 1 has another form"
+    (line,) = (folder / "audit.jsonl").read_text().splitlines()
+    assert json.loads(line)["event"] == "refused"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fedlowrank.config.sections.network_section import NetworkSettings
+from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.client import prepare
@@ -390,7 +391,10 @@ def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pyte
     result = served(carrier, made, tmp_path / "run", keys=keys)
     assert agrees(result, carrier, made) == set()
     sent = [p for p in carrier.log if p.node == 300]
-    assert [(p.kind, p.header, p.payload) for p in sent] == [("registration", "{}", b"")]
+    # it is asked who it is, and then told why it takes no part
+    assert [(p.kind, p.payload) for p in sent] == [("registration", b"")] * 2
+    assert sent[0].header == "{}"
+    assert "section(s) run differ" in json.loads(sent[1].header)["rejection"]
     assert logged(caplog, "section(s) run differ") == 1
 
 
@@ -418,3 +422,37 @@ def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
     assert lost(result) == [set()] * 3
     assert caplog.messages.count("client 1 is registered, with 40 examples") == 2
     assert carrier.clock.now == 0
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_client_that_comes_while_the_others_are_waited_for_at_the_end_is_asked_or_told(
+    is_back: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that took part is asked again and writes its model; one that never did learns that the run is over."""
+    made = small("fedavg", rounds=2, network={"min_clients": 2})
+    carrier = local(made, tmp_path)
+    carrier.away = set() if is_back else {102}
+
+    def act(there: LocalTransport, message: NodeMessage, t: int, client: int) -> Any:
+        if t == 2 and client == 2:
+            there.away.add(102)
+        if t == 3 and client == 0:
+            there.away.discard(102)
+        return None
+
+    carrier.fault = on_orders(act)
+    served(carrier, made, tmp_path / "run")
+    models = {p.parts[-4] for p in tmp_path.glob("client-*/*/model/model.safetensors")}
+    assert ("client-2" in models) is is_back
+    assert {"client-0", "client-1"} <= models
+    told = tmp_path / "client-2" / "rejected.txt"
+    assert told.exists() is not is_back
+    if not is_back:
+        assert told.read_text() == "the run was over before client 2 took part, so it gets no model"
+        assert logged(caplog, "the run was over before client 2") == 1
+
+
+def test_a_run_over_a_network_that_is_opened_says_where_the_models_are(tmp_path: Path) -> None:
+    ran(small("fedavg", rounds=1), tmp_path)
+    with pytest.raises(CheckpointError, match=r"was served over a network.*FOLDER/RUN/model.*clients/small"):
+        open_run(tmp_path / "run", "")

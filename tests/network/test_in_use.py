@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.network.deploy import in_use
 from fedlowrank.network.deploy.flower_process import ProcessError, free_port, listen
 from fedlowrank.storage.lock import FolderInUseError, exclusive, identify_process
@@ -61,3 +63,30 @@ def test_the_second_server_is_refused_before_the_slow_imports(tmp_path: Path) ->
     assert done.stdout == "1 []\n"
     assert f"in use by process {os.getpid()}" in done.stderr
     assert os.times().children_user - began < 1
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
+def test_a_port_that_cannot_be_is_an_error_for_a_person(port: int) -> None:
+    with pytest.raises(ProcessError, match=f"--port {port}: ports go from 1 to 65535"):
+        in_use.refuse_second(None, "127.0.0.1", port)
+
+
+def test_a_name_that_is_not_known_is_told_in_words() -> None:
+    error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    said = str(in_use.listen_error("999.1.1.1", 8000, error))
+    assert said.startswith("cannot listen on 999.1.1.1, port 8000: Name or service not known. Give another")
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "[::1]:8123x", "::1:8000", "https://a.org:1", "a.org:", "a.org:0", "a:65536", ":1", "a b:1"]
+)  # fmt: skip
+def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address\. Write HOST:PORT"):
+        in_use.check_address(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "[::1]:8000", "[fe80::1%eth0]:8000", "fl.example.org:65535"]
+)
+def test_an_address_that_can_be_is_taken(address: str) -> None:
+    in_use.check_address(address)

@@ -109,6 +109,26 @@ def test_keys_are_given_or_expressly_done_without(
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--test", "no-such-file"], "--test no-such-file: test data of your own belong to training data"),
+        (["--server", "127.0.0.1"], "--server '127.0.0.1' is no address. Write HOST:PORT"),
+        (["network.clients=5", "4"], "own data have 3 clients, from 0 to 2. Pass --data"),
+        (["network.clients=2"], "network.clients is 2, but the experiment's data have 3 clients"),
+    ],
+)
+def test_what_join_cannot_do_is_an_error_before_anything_is_written(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = written(tmp_path / "t.toml", tables("fedavg")), tmp_path / "c"
+    client = options.pop() if options[-1].isdigit() else "0"
+    command = ["join", str(file), *options, "--client", client, "--insecure", "--folder", str(folder)]
+    assert main(command) == 1
+    assert why in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "client.json").exists()
+
+
 @pytest.mark.parametrize("reason", [None, "", " \n", "Error: Node Unavailable"])
 def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason: str | None) -> None:
     class Grid:

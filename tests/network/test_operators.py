@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.io.atomic_files import write_json
 from fedlowrank.network.client import ClientRuntime
 from fedlowrank.network.operation.policy import Policy, upload_paths
+from fedlowrank.storage.lock import exclusive
 
 from .local import LocalTransport, changed, local, on_orders, served, small, until
 from .test_flower import tables, written
@@ -155,6 +157,57 @@ def test_join_keeps_to_the_policy_of_its_site(
     write_json(tmp_path / "c" / "policy.json", {**stored, "policy": {"max_rounds": 9}})
     assert not join()
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_join_that_is_refused_changes_nothing_in_the_folder(
+    join: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert join("--no-evaluation")
+    folder = tmp_path / "c"
+
+    def content() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+    before = content()
+    assert json.loads(before["client.json"])["site"]["evaluation"] == "none"
+    # another process works in the folder
+    with exclusive(folder / "flower"):
+        assert not join("--exact-evaluation")
+    assert "is in use by process" in capsys.readouterr().err
+    assert content() == before
+    for text in ("max_rounds = 1\n", 'parts = ["head.*"]\n'):
+        (tmp_path / "policy.toml").write_text(text)
+        assert not join("--exact-evaluation", "--policy", str(tmp_path / "policy.toml"))
+        assert "does not allow this experiment" in capsys.readouterr().err
+        assert content() == before
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["flower"]
+    assert join("--exact-evaluation")
+    assert json.loads(content()["client.json"])["site"]["evaluation"] == "exact"
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_join_prints_why_the_server_rejects_it_and_ends_unless_it_stays(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = written(tmp_path / "t.toml", tables("fedavg")), tmp_path / "c"
+
+    def supervise(node: Any, stop: threading.Event) -> None:
+        # that of an earlier start does not count
+        assert not (folder / "rejected.txt").exists()
+        (folder / "rejected.txt").write_text("client 0 has other columns")
+        if stays:
+            until(lambda: not (folder / "rejected.txt").exists(), 20)
+            assert not stop.is_set()
+        else:
+            assert stop.wait(20)
+
+    monkeypatch.setattr(commands, "supervise", supervise)
+    folder.mkdir(mode=0o700)
+    (folder / "rejected.txt").write_text("of before")
+    command = ["join", str(file), "--client", "0", "--insecure", "--folder", str(folder)]
+    assert main([*command, "--stay"] if stays else command) == (0 if stays else 1)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the server does not let this client take part: client 0 has other columns" in said
 
 
 @pytest.mark.parametrize(

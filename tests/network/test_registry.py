@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
-from fedlowrank.network.messages import Registration, sections
+from fedlowrank.network.messages import Registration, RegistrationRequest, sections
+from fedlowrank.network.persistence.input_columns import MAX_CHARACTERS, digest_columns, short_columns
 from fedlowrank.network.persistence.registry import (
     MAX_BYTES,
     MAX_EXAMPLES,
@@ -31,8 +32,8 @@ ALL = {100, 101, 102}
 CLASSES = ["setosa", "versicolor", "virginica"]
 
 
-def form(columns: int = 4, classes: Any = None, **fields: Any) -> bytes:
-    whole = {"x": torch.zeros(0, columns), "y": torch.zeros(0, dtype=torch.int64), "classes": CLASSES}
+def form(width: int = 4, classes: Any = None, **fields: Any) -> bytes:
+    whole = {"x": torch.zeros(0, width), "y": torch.zeros(0, dtype=torch.int64), "classes": CLASSES}
     return tree.encode({**whole, **({} if classes is None else {"classes": classes}), **fields})
 
 
@@ -115,7 +116,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
         None,
         "one with an invalid name differ",
     ),
-    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 6"),
+    "another version of the messages": (registration(1, protocol=1), None, "speaks version 1 of the messages, this server 7"),
     "a number above": (registration(3), None, "says it is client 3, but clients go from 0 to 2"),
     "a number below": (registration(-1), None, "says it is client -1, but clients go from 0 to 2"),
     "no example": (registration(1, examples=0), None, "says it has 0 examples"),
@@ -135,6 +136,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
     "inputs in a list": (registration(1), form(x=[torch.zeros(0, 4)]), "the form of the examples cannot be read"),
     "inputs that are words": (registration(1), form(x={"a": "b"}), "the form of the examples cannot be read"),
     "classes that are none": (registration(1), form(classes=3), "the form of the examples cannot be read"),
+    "columns that are numbers": (registration(1), form(columns=[1]), "inputs without names"),
     "classes that are numbers": (registration(1), form(classes=[1]), "classes without names"),
     "labels of another type": (registration(1), form(y=torch.zeros(0, dtype=torch.int32)), "the labels must be int64"),
     "an example": (registration(1), form(x=torch.ones(1, 4), y=torch.ones(1, dtype=torch.int64)), "holds examples"),
@@ -331,3 +333,40 @@ def test_any_form_is_registered_or_refused(name: str, value: Any) -> None:
     tried(found, from_(101, registration(1), payload))
     found.fix_form(ALL)
     assert len(found.majority(ALL)) == len(found.registered)
+
+
+def test_tables_with_other_columns_are_rejected_with_the_names_and_told_without_those_of_others() -> None:
+    found = registry()
+    same = form(columns=["age", "bmi", "ward=a", "ward=b"])
+    for node in (100, 101):
+        found.register(from_(node, registration(node - 100), same), ALL)
+    found.register(from_(102, registration(2), form(columns=["bmi", "age", "ward=a", "ward=\nc"])), ALL)
+    (client, why), *_ = found.fix_form(ALL).items()
+    assert client == 2
+    assert 'input 1 is "bmi" and theirs "age", input 2 is "age" and theirs "bmi"' in why
+    assert 'input 4 is "ward=\\nc" and theirs "ward=b"' in why
+    assert "data.features" in why
+    assert "encode such a column as numbers beforehand" in why
+    (notice,) = found.take_notices(ALL)
+    told = RegistrationRequest.from_json(notice.header).rejection
+    assert notice.node == 102
+    assert 'input 1 is "bmi", input 2 is "age", input 4 is "ward=\\nc"' in told
+    assert "ward=b" not in told
+    # each is told once, and a table without names is another form, too
+    assert found.take_notices(ALL) == []
+    with pytest.raises(UnregisteredNodeError, match="has other columns than the other clients"):
+        found.register(from_(102, registration(2), form(columns=["age", "bmi", "ward=a"])), ALL)
+    with pytest.raises(UnregisteredNodeError, match="has other columns than the other clients"):
+        found.register(from_(102, registration(2), form()), ALL)
+    assert found.register(from_(102, registration(2), same), ALL) == 2
+
+
+def test_a_digest_of_columns_is_compared_as_the_names_are() -> None:
+    found = registry()
+    for node in (100, 101):
+        found.register(from_(node, registration(node - 100), form(columns=[digest_columns("ab")])), ALL)
+    found.fix_form(ALL)
+    with pytest.raises(UnregisteredNodeError, match=r"the same in another order\. List the columns"):
+        found.register(from_(102, registration(2), form(columns=[digest_columns("ba")])), ALL)
+    assert short_columns(["x" * MAX_CHARACTERS, "y"]) == [digest_columns(["x" * MAX_CHARACTERS, "y"])]
+    assert short_columns(["x", "y"]) == ["x", "y"]

@@ -149,7 +149,7 @@ def test_the_data_of_a_client_is_its_file_whatever_is_made_of_it(
         (tmp_path / name).write_text("\n".join(["x,y,label", *content]) + "\n")
         (tmp_path / name).chmod(0o644 if name == "a.csv" else 0o600)
     spent = []
-    for name, client, normalize in (("a.csv", 0, "standard"), ("b.csv", 1, "scale")):
+    for name, client, normalize in (("a.csv", 0, "standard_per_client"), ("b.csv", 1, "none")):
         made = private(
             "local", 8.0, 100.0,
             data={"source": "csv", "path": name, "label": "label", "normalize": normalize},

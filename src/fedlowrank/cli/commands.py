@@ -213,6 +213,11 @@ def resume(
         refuse_network_settings(experiment, overrides)
     if (round is not None or without) and not prepare_resume(folder, round, without):
         return 0
+    if (folder / ACCOUNT).exists() and experiment.run.engine != "flower":
+        raise CheckpointError(
+            f"{folder} was served over a network, so the examples of its clients are not here. Go on with it by "
+            f"fedlowrank serve FILE.toml --out {folder} --resume"
+        )
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])
     return show_run(folder)
 

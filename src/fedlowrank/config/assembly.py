@@ -17,6 +17,7 @@ from ..core.learning.losses import Loss
 from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
 from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_client, subset
+from ..data.datasets.csv_table import TableDataset
 from ..data.federation import Federation
 from ..data.partitioning.concept import Concept, apply_concept
 from ..data.partitioning.own_partition import OwnPartition
@@ -74,12 +75,14 @@ class Shares:
         classes: names of the classes; empty where there are none.
         notes: on the data set.
         language: the model that the texts were made into tokens for, or None.
+        columns: name of each input; empty where the inputs have no names.
     """
 
     data: tuple[ClientData, ...]
     classes: tuple[str, ...]
     notes: tuple[str, ...] = ()
     language: Language | None = None
+    columns: tuple[str, ...] = ()
 
 
 def share_data(experiment: FederationSettings) -> Shares:
@@ -111,7 +114,8 @@ def share_data(experiment: FederationSettings) -> Shares:
     # a loss that is set says what the targets mean
     is_open = experiment.loss.kind == "auto"
     notes = tuple(note for note in dataset.notes if is_open or note not in TARGET_WARNINGS)
-    return Shares(tuple(data), dataset.classes, notes, language)
+    columns = dataset.columns if isinstance(dataset, TableDataset) else ()
+    return Shares(tuple(data), dataset.classes, notes, language, columns)
 
 
 def _compare_responses(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, FedlowrankError
 from ..rounds.run import Run
 from ..rounds.simulate import reopen
 from ..storage.run_files import CONFIG, read_config
 from .experiment import ExperimentConfig
+
+_NETWORK = "network.json"
+"""A file of runs whose clients were reached over a network."""
 
 
 def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = False) -> Run:
@@ -23,15 +26,33 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
             :mod:`fedlowrank.core.arguments.user_code`.
 
     Raises:
-        CheckpointError: if there is no such run, or data or configuration have changed.
+        CheckpointError: if there is no such run, or data or configuration have changed; or if its clients were
+            reached over a network, and their examples are not here.
         ConfigError: if the configuration names Python code and that is not allowed.
     """
     stored = read_run_config(folder, python)
     experiment, name = ExperimentConfig.parse(stored["experiment"], allow_code), stored["method"]["name"]
     config = {**experiment.describe_run(name), "vary": stored["vary"]}
     which = "best" if best else "checkpoint"
-    method, federation = experiment.build_method(name), experiment.federation()
-    return reopen(method, federation, folder, experiment.run_here, config, which)
+    try:
+        method, federation = experiment.build_method(name), experiment.federation()
+        return reopen(method, federation, folder, experiment.run_here, config, which)
+    except FedlowrankError as error:
+        if not (folder / _NETWORK).exists():
+            raise
+        raise CheckpointError(_explain_served(folder, experiment)) from error
+
+
+def _explain_served(folder: Path, experiment: ExperimentConfig) -> str:
+    """Why a run over a network cannot be opened, and where its models are."""
+    if experiment.run.engine == "flower":
+        where = f"{folder}.clients/CLIENT/RUN/model"
+    else:
+        where = f"FOLDER/RUN/model on the clients' machines (FOLDER is clients/{experiment.name}/CLIENT, or join --folder)"
+    return (
+        f"{folder} was served over a network, so it holds neither the examples nor the models of clients. After the "
+        f"last round each client's model is in {where}."
+    )
 
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:

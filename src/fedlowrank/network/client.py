@@ -5,6 +5,7 @@ FOLDER/data.tree      its examples, as the experiment prepares them
 FOLDER/RUN/           its states in a run, see :mod:`.persistence.client_memory`
 FOLDER/RUN/model/     its model, at the end of the run
 FOLDER/site.json      what the server has asked, see :mod:`.site.allowance`
+FOLDER/rejected.txt   why the server does not let the client take part, if it said so
 FOLDER/audit.jsonl    what left, and what was refused, see :mod:`.site.audit_log`
 """
 
@@ -28,10 +29,11 @@ from ..config.assembly import Shares, assemble
 from ..config.experiment import ExperimentConfig
 from ..core import tree
 from ..core.contract.method import AnyMethod
-from ..core.errors import CheckpointError, ConfigError
+from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically, write_json
 from ..core.io.private_files import make_private_folder, refuse_readable
 from ..data.dataset import ClientData, Examples
+from ..data.datasets.csv_table import Csv
 from ..data.federation import Federation
 from ..data.overlap import sketch_examples
 from ..engines.engine import ClientJob
@@ -50,8 +52,17 @@ from ..trust.privacy.budget import Budget
 from ..trust.privacy.site_ledger import SiteLedger, SiteRun
 from ..trust.protection import protect
 from ..trust.secure_sums import FixedPoint
-from .messages import Answer, Order, RefusedOrderError, Registration, RegistrationRequest, sections
+from .messages import (
+    Answer,
+    Order,
+    RefusedOrderError,
+    Registration,
+    RegistrationRequest,
+    one_line,
+    sections,
+)
 from .persistence.client_memory import ClientMemory, ForgottenError
+from .persistence.input_columns import digest_columns, short_columns
 from .secure.contributions import contribution_of, grid_of, vector_of
 from .secure.distributed_noise import DistributedNoise, describe_collusion
 from .secure.participation import Participation
@@ -65,6 +76,9 @@ from .site.site_settings import SiteSettings
 logger = logging.getLogger(__name__)
 
 CLIENT_FILE = "client.json"
+
+REJECTION = "rejected.txt"
+"""Name of the file in a client's folder that says why the server does not let it take part."""
 
 SMALL_DOWNLOAD = 64 << 20
 """Bytes that any download may have."""
@@ -100,6 +114,7 @@ def prepare(
         "client": client,
         "tables": tables,
         "classes": list(shares.classes),
+        "columns": list(shares.columns),
         "clients": len(shares.data),
         "data": digest_of(data),
         "site": _stored_site(site or SiteSettings(), experiment),
@@ -128,15 +143,63 @@ def own_share(
 
     The experiment's section ``split`` divides them into training, validation and test examples; ``test`` is
     the path of the test examples, if the experiment's source takes one.
+
+    Raises:
+        ConfigError: if the split does not use the test examples, or ``data.normalize`` would be fitted to the file
+            of this client alone.
+        DataError: if the files cannot be read or divided so.
     """
     tables = experiment.to_dict()
+    kind = tables["split"]["kind"]
+    if test is not None and experiment.split.official_test == "unused":
+        raise ConfigError(
+            f"--test {test}: split.kind {kind!r} does not use test data of its own, so they would be ignored. "
+            "Leave --test out, or set split.kind to 'whole_test' in the experiment of the server and all clients."
+        )
     own = {**tables["data"], "path": str(data.resolve())}
     own.pop("test", None)
     if test is not None:
         own["test"] = str(test.resolve())
     alone = {**tables, "data": own, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
-    shares = ExperimentConfig.parse(alone).shares()
+    _check_own_scale(experiment, {**alone, "data": {**own, "normalize": "none"}})
+    try:
+        shares = ExperimentConfig.parse(alone).shares()
+    except DataError as error:
+        if kind != "own_test":
+            raise
+        raise DataError(
+            f"{error} With --data and --test, set split.kind to 'whole_test' in the experiment of the server and all "
+            "clients: each client is then tested on its own test data."
+        ) from error
     return place_share(shares, client, clients)
+
+
+def _check_own_scale(experiment: ExperimentConfig, unscaled: dict[str, Any]) -> None:
+    """Refuse a ``data.normalize`` that every client would fit to its own file; ``unscaled`` is without it."""
+    how, source = experiment.data.preparation.normalize, experiment.data.source
+    if isinstance(source, Csv) and source.missing == "mean":
+        logger.warning(
+            "data.missing = 'mean': empty cells get the mean of this client's own file, not that of all clients"
+        )
+    if experiment.language is not None or how not in ("scale", "standard"):
+        return
+    x = ExperimentConfig.parse(unscaled).data.load(experiment.run.seed).train.inputs
+    if how == "scale" and isinstance(x, torch.Tensor) and x.ndim > 2 and x.amin() >= 0 and x.amax() <= 1:
+        # bytes of images were divided by 255, so that nearly the same map fits all clients
+        if x.amin() > 0 or x.amax() < 1:
+            logger.warning(
+                "data.normalize = 'scale': the images of this client are stretched from %.3g..%.3g to 0..1, and "
+                "those of other clients from their own range; set data.normalize to 'none' to keep bytes / 255",
+                x.amin(),
+                x.amax(),
+            )
+        return
+    raise ConfigError(
+        f"data.normalize is {how!r} (the default is 'scale'), which join --data would fit to this client's own "
+        "file: the same value would mean another input at each client. In the experiment of the server and all "
+        "clients, set data.normalize to 'standard_per_client', if each client may have its own mean and standard "
+        "deviation; or agree on constants, convert all files by them, and set it to 'none'."
+    )
 
 
 def place_share(shares: Shares, client: int, clients: int) -> Shares:
@@ -166,6 +229,8 @@ class ClientRuntime:
         self.clients: int = stored["clients"]
         self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
+        # a folder of an earlier release has none
+        self.columns = tuple(stored.get("columns", ()))
         self.is_private = self.made.run.privacy.kind != "none"
         self.is_secure = self.made.run.secure.on
         self.tells_nothing = self.is_private or self.is_secure
@@ -302,7 +367,10 @@ class ClientRuntime:
         return SMALL_DOWNLOAD + 4 * (model + tree.encoded_size(first))
 
     def registration(self) -> tuple[Registration, bytes]:
-        """Header and payload of its registration; under privacy and secure sums without its data's sizes."""
+        """Header and payload of its registration.
+
+        Under privacy and secure sums it holds no size of the data, and a digest of the names of the inputs.
+        """
         sizes = 1, 0, 0
         if not self.tells_nothing:
             sizes = len(self.data.train), len(self.data.val), len(self.data.test)
@@ -314,11 +382,15 @@ class ClientRuntime:
             {} if self.language is None else self.language.files,
             versions(),
         )
-        form = {
+        form: dict[str, Any] = {
             "x": _empty(self.data.train).inputs,
             "y": _empty(self.data.train).y,
             "classes": list(self.classes),
         }
+        if self.columns:
+            # names of inputs may be values of a column of text
+            columns = [digest_columns(self.columns)] if self.tells_nothing else short_columns(self.columns)
+            form["columns"] = [*columns]
         return header, tree.encode(form)
 
     def reply(self, kind: str, header: str, payload: bytes, signature: str = "") -> tuple[str, bytes]:
@@ -343,8 +415,13 @@ class ClientRuntime:
                 check_signature(self.site.order_key, kind, self.client, header, payload, signature)
             if kind == "registration":
                 # a server without keys does not name its run to a node that it does not know
-                if run := RegistrationRequest.from_json(header).run:
-                    Allowance(self.folder, self.site.runs).check_run(run)
+                request = RegistrationRequest.from_json(header)
+                if request.run:
+                    Allowance(self.folder, self.site.runs).check_run(request.run)
+                if request.rejection:
+                    why = one_line(request.rejection, 1000)
+                    write_atomically(self.folder / REJECTION, why.encode())
+                    raise RefusedOrderError(f"the server does not let this client take part: {why}")
                 made, upload = self.registration()
             else:
                 made, upload = self.answer(Order.from_json(header), payload)

@@ -49,6 +49,20 @@ def clients_of(made: ExperimentConfig) -> int:
     return int(count)
 
 
+def check_count(made: ExperimentConfig, clients: int, shares: int) -> None:
+    """Refuse fewer clients than the experiment's own data are divided among; the others' data would have no client.
+
+    Raises:
+        ConfigError: if there are fewer.
+    """
+    if clients < shares:
+        field = "network.clients" if made.network.clients else "partition.clients"
+        raise ConfigError(
+            f"{field} is {clients}, but the experiment's data have {shares} clients, so that the data of "
+            f"{shares - clients} would be left out. Set it to {shares} on the server and on all clients."
+        )
+
+
 def drive(
     transport: Transport,
     made: ExperimentConfig,
@@ -206,7 +220,10 @@ def _wait_for_start(engine: NetworkEngine, needed: int) -> None:
 
     engine.wait_for_clients(engine.settings.wait, lambda: len(ready(nodes())) >= needed)
     clients = ready(present := nodes())
-    registry.fix_form(present)
+    for client, why in registry.fix_form(present).items():
+        engine.audit.rejected(client, why)
+        logger.info("client %d was rejected: %s", client, why)
+    engine.send_notices()
     if len(clients) < needed:
         missing = ", ".join(str(i) for i in range(registry.clients) if i not in {*clients, *excluded})
         rejected = "".join(f"\nrejected: {why}" for why in registry.rejections.values())

@@ -45,7 +45,7 @@ from ..core.io.private_files import private_umask
 from ..rounds.simulate import threads
 from ..storage.run_folder import RunFolder
 from .client import CLIENT_FILE, ClientRuntime, explain_at, prepare
-from .drive import clients_of, drive
+from .drive import check_count, clients_of, drive
 from .enrollment.roster import ROSTER, KeyRoster
 from .intake import Intake
 from .messages import RefusedOrderError, one_line, sections
@@ -417,6 +417,12 @@ def simulation(
 
     made = _without_bounds(made)
     shares, count = made.shares(), clients_of(made)
+    check_count(made, count, len(shares.data))
+    if count > len(shares.data):
+        raise ConfigError(
+            f"network.clients is {count}, but the experiment's data have {len(shares.data)} clients. Set it to "
+            f"{len(shares.data)}"
+        )
     for i in range(count):
         prepare(clients / str(i), made, i, shares, SiteSettings.simulated(), parts=())
     sizes = [len(data.train) for data in shares.data]

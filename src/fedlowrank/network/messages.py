@@ -23,7 +23,7 @@ H = TypeVar("H", bound="Header")
 Step = Literal["", "announce", "share", "mask", "agree", "reveal"]
 """A step of a secure sum; "" without one."""
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised whenever messages change."""
 
 
@@ -87,13 +87,15 @@ class Registration(Header):
 
 @dataclass(frozen=True)
 class RegistrationRequest(Header):
-    """The server asks a client to register. There is no payload.
+    """The server asks a client to register, or says why it does not take part. There is no payload.
 
     Attributes:
         run: identifier of the run.
+        rejection: why the client does not take part; "" asks it to register.
     """
 
     run: str = ""
+    rejection: str = ""
 
 
 @dataclass(frozen=True)

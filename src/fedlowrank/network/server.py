@@ -50,6 +50,12 @@ from .validation.uploads import (
 
 logger = logging.getLogger(__name__)
 
+LAST_ORDERS = 5
+"""How often clients are told that the run is over, as long as some come back; one that always does delays no end."""
+
+NOTICE_WAIT = 10.0
+"""Seconds in which a client must confirm that it was told why it does not take part."""
+
 
 class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
@@ -121,6 +127,9 @@ class NetworkEngine(Engine):
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
     _logged_long: set[int] = dataclasses.field(default_factory=set)
+    _told: set[int] = dataclasses.field(default_factory=set)
+    _asked: dict[int, int] = dataclasses.field(default_factory=dict)
+    _answered: set[int] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._exchange = Exchange(self.transport, self.settings.wait, self.registry.name_of)
@@ -351,8 +360,58 @@ class NetworkEngine(Engine):
     def finish(self, jobs: list[ClientJob], round: int) -> None:
         """Tell all clients that the run is over, and collect their last evaluations."""
         self.evaluations = {}
-        for _ in self._round_trip([], jobs, round, len(jobs), last=True):
-            pass
+        self._answered = set()
+        asked: dict[int, int] = {}
+        for _ in range(LAST_ORDERS):
+            for _ in self._round_trip([], jobs, round, len(jobs), last=True):
+                pass
+            asked |= self._asked
+            # clients that came, or came back, while the others were waited for
+            requests = self._registration_requests(self.transport.nodes())
+            for response in self._exchange.replies(requests, "registration", NOTICE_WAIT) if requests else ():
+                self._register(response)
+            present, registered = self.transport.nodes(), self.registry.registered
+            jobs = [
+                job
+                for job in jobs
+                if (client := job.client.id) not in self._answered
+                and self._reason_to_skip(client, present, set()) is None
+                and asked.get(client) != registered[client].node
+            ]
+            if not jobs:
+                break
+        self._tell_late_clients()
+
+    def _tell_late_clients(self) -> None:
+        """Tell the clients that registered after the last round that they took no part."""
+        for client, registered in self.registry.registered.items():
+            if registered.node is not None and not self.sizes[client]:
+                why = f"the run was over before client {client} took part, so it gets no model"
+                logger.info(why)
+                self.registry.notices[registered.node] = why
+        self.send_notices()
+
+    def send_notices(self) -> None:
+        """Tell rejected clients why they do not take part, and wait a moment until they confirm it."""
+        notices = self._notices(self.transport.nodes())
+        if notices:
+            for response in self._exchange.replies(notices, "registration", NOTICE_WAIT):
+                self._register(response)
+
+    def _notices(self, present: set[int]) -> list[NodeMessage]:
+        """Messages to rejected clients, which say why; signed, and to known keys only, if keys are checked."""
+        notices = self.registry.take_notices(present)
+        if self.signer is not None:
+            keys, digest = self.registry.keys or {}, payload_digest(b"")
+            signed = []
+            for notice in (n for n in notices if n.node in keys):
+                request = RegistrationRequest.from_json(notice.header)
+                header = dataclasses.replace(request, run=self.account.run).to_json()
+                signature = self.signer.sign("registration", keys[notice.node], header, digest)
+                signed.append(dataclasses.replace(notice, header=header, signature=signature))
+            notices = signed
+        self._told |= {notice.node for notice in notices}
+        return notices
 
     def wait_for_clients(self, seconds: float, is_enough: Callable[[], bool]) -> None:
         """Register nodes until there are enough of them, or the time is up."""
@@ -367,10 +426,13 @@ class NetworkEngine(Engine):
                 time.sleep(min(left, 1.0 if requests else 0.1))
 
     def _registration_requests(self, present: set[int]) -> list[NodeMessage]:
-        """Requests to all present nodes that are not registered; signed, and to known keys only, if keys are checked."""
-        requests = self.registry.registration_requests(present)
+        """Requests to all present nodes that are not registered, and notices to those that were rejected.
+
+        They are signed, and sent to known keys only, if keys are checked.
+        """
+        requests, notices = self.registry.registration_requests(present), self._notices(present)
         if self.signer is None:
-            return requests
+            return requests + notices
         header, digest = RegistrationRequest(self.account.run).to_json(), payload_digest(b"")
         keys = self.registry.keys or {}
         signatures = {
@@ -382,10 +444,14 @@ class NetworkEngine(Engine):
             dataclasses.replace(r, header=header, signature=signatures[r.node])
             for r in requests
             if r.node in signatures
-        ]
+        ] + notices
 
     def _register(self, response: Response) -> bool:
         """Register the client of a node; whether it was accepted."""
+        if response.node in self._told:
+            # it confirms that it was told why it was rejected
+            self._told.discard(response.node)
+            return False
         before = self.registry.rejections.get(response.node)
         try:
             client = self.registry.register(response, self.transport.nodes())
@@ -453,6 +519,7 @@ class NetworkEngine(Engine):
             messages.append(self._order_message(client, order, *payloads[id(job.down)], max_bytes))
             asked[messages[-1].node] = job
         del payloads
+        self._asked = {job.client.id: node for node, job in asked.items()}
         deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_WAIT)
         good, start = 0, time.monotonic()
 
@@ -470,6 +537,11 @@ class NetworkEngine(Engine):
             self.audit.reply(response, client, round, result.lost)
             self._remember(response, client, round, seconds, result.lost is None)
             good += result.lost is None
+            if response.disconnected:
+                # it is asked again if it comes back, as the same node, too
+                self._asked.pop(client, None)
+            elif result.lost is None:
+                self._answered.add(client)
             if client in training:
                 yield client, result
             elif result.lost:

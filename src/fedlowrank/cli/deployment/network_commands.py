@@ -23,19 +23,19 @@ from ...core.errors import CheckpointError, ConfigError, FedlowrankError
 from ...core.io.atomic_files import write_json
 from ...core.io.private_files import is_readable_by_others, make_private_folder, refuse_readable
 from ...data.overlap import sketch_files
-from ...network.client import own_share, prepare
+from ...network.client import REJECTION, own_share, prepare
 from ...network.deploy import guard
 from ...network.deploy.flower_app import CLIENT, SERVER, write_app, write_own_app
 from ...network.deploy.flower_process import ProcessError
 from ...network.deploy.forget import forget as remove_client_data
-from ...network.deploy.in_use import home_of
+from ...network.deploy.in_use import check_address, home_of
 from ...network.deploy.keys import ClientKeys, ServerKeys, name_revoked
 from ...network.deploy.server_processes import SuperLink, SuperNode
 from ...network.deploy.supervise import supervise
-from ...network.drive import clients_of
+from ...network.drive import check_count, clients_of
 from ...network.enrollment.key_request import PASSPHRASE
 from ...network.enrollment.roster import ROSTER, KeyRoster
-from ...network.operation.policy import Policy, raise_violations, upload_paths
+from ...network.operation.policy import Policy, preview_uploads, raise_violations
 from ...network.site.audit_log import AUDIT, SiteAudit
 from ...network.site.signatures import read_public_key
 from ...network.site.site_settings import SiteSettings
@@ -275,12 +275,23 @@ def join(
     forget: bool = False,
     policy: Path | None = None,
 ) -> int:
-    """Take part in a run as one of its clients, until it is over; or remove what its folder holds."""
+    """Take part in a run as one of its clients, until it is over; or remove what its folder holds.
+
+    Raises:
+        FedlowrankError: if the command, the data or the folder do not fit the experiment; nothing in the folder has
+            changed then. Or if the server does not let the client take part.
+    """
     _flower()
     experiment = read_experiment(file, overrides, method)
     count = clients_of(experiment)
     if not 0 <= client < count:
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
+    if data is None and test is not None:
+        raise ConfigError(
+            f"--test {test}: test data of your own belong to training data of your own; pass --data, too, or leave "
+            "--test out"
+        )
+    check_address(server)
     folder = folder or Path("clients") / experiment.name / str(client)
     if forget:
         return _forget(folder, client)
@@ -320,29 +331,64 @@ def join(
         logger.info(
             "insecure: orders are not signed; whoever reaches the server may give orders to this client"
         )
+    make_private_folder(folder)
+    node = SuperNode(folder / "flower", server, folder, own)
+    # nothing in the folder changes while another process works in it
+    node.reserve()
+    try:
+        _prepare_client(experiment, client, count, folder, data, test, site, policy)
+        if passphrase:
+            # other users cannot read the environment of a process
+            node.variables[PASSPHRASE] = passphrase
+        _work(node, folder, stay)
+    finally:
+        node.close()
+    return 0
+
+
+def _prepare_client(
+    experiment: ExperimentConfig,
+    client: int,
+    count: int,
+    folder: Path,
+    data: Path | None,
+    test: Path | None,
+    site: SiteSettings,
+    policy: Path | None,
+) -> None:
+    """Read a client's data, compare the experiment with the policy of its site, and then write its folder."""
     parts = None
     if experiment.run.privacy.kind != "none":
         # before anybody waits for this client
         open_state()
+    allowed = Policy.of_folder(folder) if policy is None else Policy.read(policy)
     if data is None:
         logger.info(
             f"client {client} takes its share of the experiment's own data; pass --data for data of yours"
         )
         shares = experiment.shares()
+        check_count(experiment, count, len(shares.data))
+        if client >= len(shares.data):
+            raise ConfigError(
+                f"--client {client}: the experiment's own data have {len(shares.data)} clients, from 0 to "
+                f"{len(shares.data) - 1}. Pass --data with data of this client"
+            )
     else:
         shares = own_share(experiment, client, count, data, test)
         if is_readable_by_others(data):
             logger.info(f"other users of this machine may be able to read {data}: chmod -R go-rwx {data}")
         if experiment.run.privacy.kind != "none":
             parts = sketch_files([data])
-    allowed = Policy.of_folder(folder) if policy is None else Policy.read(policy)
-    prepare(folder, experiment, client, shares, site, parts=parts)
     if allowed is not None:
         train = len(shares.data[client].train)
         sends = site.evaluation != "none"
-        raise_violations(
-            allowed, allowed.violations(experiment, count, train, lambda: upload_paths(folder), sends)
-        )
+
+        def uploads() -> list[str]:
+            return preview_uploads(folder, experiment, client, shares, site)
+
+        raise_violations(allowed, allowed.violations(experiment, count, train, uploads, sends))
+    prepare(folder, experiment, client, shares, site, parts=parts)
+    if allowed is not None:
         allowed.store(folder)
         SiteAudit(folder / AUDIT).policy(allowed.digest, json.dumps(dataclasses.asdict(allowed)))
         logger.info(f"client {client}: the experiment keeps to the policy, digest {allowed.digest}")
@@ -354,23 +400,29 @@ def join(
         logger.info(
             "client %d: %s", client, describe_precision(experiment.language_here, experiment.run_here)
         )
-    node = SuperNode(folder / "flower", server, folder, own)
-    if passphrase:
-        # other users cannot read the environment of a process
-        node.variables[PASSPHRASE] = passphrase
+
+
+def _work(node: SuperNode, folder: Path, stay: bool) -> None:
+    """Keep a client's node running until its run is over; or, if it stays, until it is interrupted.
+
+    Raises:
+        ProcessError: if the server does not let the client take part, unless it stays.
+    """
     stop = threading.Event()
-    if not stay:
-        # what lies there now is looked up before the thread begins, which may be late
-        watched = folder.absolute(), _models(folder), node, stop
-        threading.Thread(target=_until_done, args=watched, daemon=True).start()
+    # of an earlier start
+    (folder / REJECTION).unlink(missing_ok=True)
+    # what lies there now is looked up before the thread begins, which may be late
+    watched = folder.absolute(), _models(folder), node, stop, stay
+    threading.Thread(target=_until_done, args=watched, daemon=True).start()
     try:
         with _interrupted_once():
             supervise(node, stop)
     finally:
         stop.set()
+    if why := _rejection(folder):
+        raise ProcessError(f"the server does not let this client take part: {why}")
     for model in _models(folder):
         logger.info(f"its model: {model.parent}")
-    return 0
 
 
 def _roster(keys: ClientKeys) -> dict[str, str]:
@@ -429,11 +481,32 @@ def _models(folder: Path) -> set[Path]:
     return set(folder.glob("*/model/model.safetensors"))
 
 
-def _until_done(folder: Path, before: set[Path], node: SuperNode, stop: threading.Event) -> None:
-    """Stop once a model of this client has been written, beside those before, and the reply about it has left."""
+def _rejection(folder: Path) -> str:
+    """Why the server does not let a client take part; "" if it did not say so."""
+    try:
+        return (folder / REJECTION).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _until_done(
+    folder: Path, before: set[Path], node: SuperNode, stop: threading.Event, stay: bool = False
+) -> None:
+    """Stop once a model of this client has been written, beside those before, and the reply about it has left.
+
+    Stop also if the server does not let the client take part. A client that stays is not stopped, only told.
+    """
     before = {path.absolute() for path in before}
     while not stop.wait(0.5):
-        if _models(folder) - before:
+        if why := _rejection(folder):
+            if stay:
+                logger.warning("the server does not let this client take part: %s", why)
+                (folder / REJECTION).unlink(missing_ok=True)
+                continue
+            # the server waits for the confirmation
+            stop.wait(3)
+            stop.set()
+        elif not stay and _models(folder) - before:
             # the reply about it is still to be sent; a server that does not take it is not waited for
             for _ in range(4 * GRACE):
                 if not node.is_working():

@@ -32,8 +32,9 @@ class Preparation(CheckedFields):
 
     Attributes:
         normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
-            feature, both over the training examples of all clients; or standard_per_client, the same over
-            each client's own training examples, so that no statistic is shared.
+            feature, both over the training examples of all clients, so not with join --data; or
+            standard_per_client, the same over each client's own training examples, so that no statistic is
+            shared.
         examples: use so many of the official training examples, the same in every run; by default all.
         keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
             the seed of the run; validation and test stay whole.

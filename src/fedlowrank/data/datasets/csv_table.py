@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,17 @@ _COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
 _MAX_NAMES = 12
 
 
+@dataclass(frozen=True, eq=False)
+class TableDataset(Dataset):
+    """A data set from a table.
+
+    Attributes:
+        columns: name of each input after the encoding: that of the column, or ``column=value`` of a column of text.
+    """
+
+    columns: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Csv(CheckedFields):
     """A table in a ``.csv``, ``.tsv`` or ``.parquet`` file, with a row for each example.
@@ -42,7 +54,8 @@ class Csv(CheckedFields):
         label: column of the targets. Text, truth values and whole numbers are classes, in sorted order; real
             numbers are a regression.
         client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None.
-        features: columns of the inputs; by default all but the label and the client.
+        features: columns of the inputs, in this order; by default all but the label and the client, in the
+            order of the file.
         test: a file with the test part, with the same columns, or None.
         classes: names of the classes in the order of their numbers; by default the values of the label,
             sorted. Set it where each client of a network reads a file of its own, which may lack a class.
@@ -51,7 +64,8 @@ class Csv(CheckedFields):
         missing: what is done to empty cells of features: ``refuse`` them; ``drop`` their rows; ``mean`` puts
             in the mean of the column over the training part of all clients, and makes "missing" a value of
             its own in columns of text. The mean is information on all clients that a real federation would
-            have to compute together. Empty labels and clients are always refused.
+            have to compute together; with join --data it is the mean of the client's own file. Empty labels
+            and clients are always refused.
         decimal: the character between whole digits and decimals, a point, or a comma as in "1,5". Parquet
             files hold numbers, so there it changes nothing.
         separator: the character between cells, as ";" where decimals have a comma; by default a tab in
@@ -69,7 +83,7 @@ class Csv(CheckedFields):
     decimal: Literal[".", ","] = "."
     separator: Literal[",", ";", "\t", "|"] | None = None
 
-    def load(self) -> Dataset:
+    def load(self) -> TableDataset:
         """The rows as inputs float32 [n, features].
 
         Raises:
@@ -95,8 +109,9 @@ class Csv(CheckedFields):
             if dropped := sum(sizes) - sum(map(len, tables)):
                 notes = (f"{dropped} of {sum(sizes)} rows dropped, which have empty cells",)
         notes += _list_columns(tables[0], features)
-        columns = [self._encode(name, [table[name] for table in tables]) for name in features]
-        inputs = [torch.cat([values[k] for values in columns], dim=1) for k in range(len(tables))]
+        encoded = [self._encode(name, [table[name] for table in tables]) for name in features]
+        inputs = [torch.cat([values[k] for values, _ in encoded], dim=1) for k in range(len(tables))]
+        columns = tuple(column for _, names in encoded for column in names)
         targets, classes = self._targets([table[self.label] for table in tables])
         natural: list[Tensor | None] = [None, None]
         if self.client is not None:
@@ -105,7 +120,10 @@ class Csv(CheckedFields):
         if said := target_warning([train.y]):
             notes += (said,)
         name = Path(self.path).name.split(".")[0]
-        return Dataset(name, train, test[0] if test else None, classes, natural[0], natural[1], notes=notes)
+        official = test[0] if test else None
+        return TableDataset(
+            name, train, official, classes, natural[0], natural[1], notes=notes, columns=columns
+        )
 
     def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
         where = f"{table.attrs['path']!r}"
@@ -126,8 +144,8 @@ class Csv(CheckedFields):
                 cells = "1 empty cell," if count == 1 else f"{count} empty cells, the first"
                 raise DataError(f"{where}: the column {name!r} has {cells} in row {row} of the data. {cure}")
 
-    def _encode(self, name: str, parts: list[Series]) -> list[Tensor]:
-        """The inputs of one column: [n, 1] of numbers, [n, values] of text."""
+    def _encode(self, name: str, parts: list[Series]) -> tuple[list[Tensor], list[str]]:
+        """The inputs of one column, [n, 1] of numbers or [n, values] of text, and their names."""
         if all(_is_number(part) for part in parts):
             mean = parts[0].astype("float64").mean() if self.missing == "mean" else None
             if mean is not None and np.isnan(mean):
@@ -136,7 +154,8 @@ class Csv(CheckedFields):
                 )
             numbers = [part.astype("float64") for part in parts]
             filled = numbers if mean is None else [part.fillna(mean) for part in numbers]
-            return [torch.from_numpy(part.to_numpy(dtype=np.float32, copy=True)[:, None]) for part in filled]
+            arrays = [part.to_numpy(dtype=np.float32, copy=True)[:, None] for part in filled]
+            return [torch.from_numpy(array) for array in arrays], [name]
         for part in parts:
             self._refuse_decimal_commas(part)
         texts = [part.astype("object").where(part.notna(), _MISSING).astype(str).to_numpy() for part in parts]
@@ -152,7 +171,8 @@ class Csv(CheckedFields):
                     f"{self.test!r}: the column {name!r} has the value {unknown[0]!r}, which the training "
                     "part lacks."
                 )
-        return [torch.from_numpy((text[:, None] == values).astype(np.float32)) for text in texts]
+        inputs = [torch.from_numpy((text[:, None] == values).astype(np.float32)) for text in texts]
+        return inputs, [f"{name}={value}" for value in values]
 
     def _targets(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
         """Targets [n, 1] of a regression, or the numbers of classes [n] and their names."""
@@ -257,7 +277,18 @@ def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
             table = pandas.read_parquet(file)
         else:
             sep = separator or ("\t" if kind == "tsv" else ",")
-            table = pandas.read_csv(file, sep=sep, decimal=decimal, skipinitialspace=True)
+            with warnings.catch_warnings():
+                # of cells that are dropped, unless they are empty; without index_col, the first cells would be names of the rows
+                warnings.simplefilter("error", pandas.errors.ParserWarning)
+                table = pandas.read_csv(
+                    file, sep=sep, decimal=decimal, skipinitialspace=True, index_col=False
+                )
+    except pandas.errors.ParserWarning as error:
+        _refuse_single_column(pandas.read_csv(file, sep=sep, nrows=0), file)
+        raise DataError(
+            f"the rows of {str(file)!r} have more cells than its first line has names. Name every column in the "
+            "first line, or remove the separator at the end of the rows."
+        ) from error
     except ImportError as error:
         raise DataError("reading Parquet needs pyarrow: pip install 'fedlowrank[huggingface]'") from error
     except UnicodeDecodeError as error:
@@ -266,9 +297,14 @@ def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
         raise DataError(f"cannot read {str(file)!r}: {error}") from error
     if not len(table):
         raise DataError(f"{str(file)!r} holds no rows.")
+    _refuse_single_column(table, file)
+    table.attrs["path"] = str(file)
+    return table
+
+
+def _refuse_single_column(table: DataFrame, file: Path) -> None:
+    """Refuse a table whose cells have another separator."""
     if len(table.columns) == 1 and (other := next((c for c in ";|\t," if c in str(table.columns[0])), None)):
         raise DataError(
             f"{str(file)!r} has a single column, {str(table.columns[0])!r}. Set data.separator to {other!r}."
         )
-    table.attrs["path"] = str(file)
-    return table

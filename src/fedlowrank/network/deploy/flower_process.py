@@ -138,17 +138,27 @@ class FlowerProcess:
         self._end(signal.SIGTERM, seconds)
         self._release()
 
-    def _prepare(self) -> None:
-        """Make and lock its home, and end the remaining processes of an earlier start."""
-        if self.alive():
-            raise ProcessError(f"{self.name} runs already, as process {self.pid}")
-        self._end(signal.SIGKILL, 0)
+    def reserve(self) -> None:
+        """Make and lock its home, and end the remaining processes of an earlier start; :meth:`close` unlocks it.
+
+        Raises:
+            FolderInUseError: if another process holds the lock.
+            ConfigError: if other users can read the home.
+            CheckpointError: if it cannot be written.
+        """
         make_private_folder(self.home)
         if self._lock is None:
             lock = contextlib.ExitStack()
             lock.enter_context(exclusive(self.home))
             self._lock = lock
             self._end_orphans()
+
+    def _prepare(self) -> None:
+        """End its last process, and lock its home."""
+        if self.alive():
+            raise ProcessError(f"{self.name} runs already, as process {self.pid}")
+        self._end(signal.SIGKILL, 0)
+        self.reserve()
 
     def _release(self) -> None:
         """Remove the record of its process and unlock its home."""

@@ -10,11 +10,13 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ...config.assembly import Shares
 from ...config.experiment import ExperimentConfig
 from ...config.reading.parsing import build
 from ...config.reading.toml_files import read_toml
@@ -22,11 +24,13 @@ from ...core import tree
 from ...core.arguments.bounds import check_bounds
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import CheckpointError, ConfigError
+from ...core.io.atomic_files import as_checkpoint_error
 from ...methods import METHODS
 from ...rounds.setup.averaged_statistics import average_statistics
 from ...storage.digest import read_sealed, write_sealed
 from ...training.tracing import trace_upload
-from ..client import ClientRuntime
+from ..client import ClientRuntime, prepare
+from ..site.site_settings import SiteSettings
 
 POLICY_FILE = "policy.json"
 """Name of the policy in a client's folder."""
@@ -157,6 +161,23 @@ class Policy(CheckedFields):
             elif value > most:
                 found.append(f"max_{name}: run.privacy.{name} is {value:g}, above {most:g}")
         return found
+
+
+def preview_uploads(
+    folder: Path, experiment: ExperimentConfig, client: int, shares: Shares, site: SiteSettings
+) -> list[str]:
+    """The paths of :func:`upload_paths` of a client whose folder has not been prepared yet.
+
+    Args:
+        folder: of the client; a temporary folder in it is removed at the end.
+        experiment: that the client would take part in.
+        client: its number.
+        shares: the clients' examples.
+        site: what the client allows the server.
+    """
+    with as_checkpoint_error(f"cannot write {folder}"), tempfile.TemporaryDirectory(dir=folder) as trial:
+        prepare(Path(trial), experiment, client, shares, site, parts=())
+        return upload_paths(Path(trial))
 
 
 def upload_paths(folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ RUN.audit.jsonl, beside the run folder, is only appended to, also by ``serve --r
 ``time`` (UTC) and ``event``:
 
 - ``registered``: client, examples
-- ``rejected``: client (of the key; null without keys), why
+- ``rejected``: client (of the key, or as it had registered; null if neither is known), why
 - ``reply``: client, round (from 1), bytes, digest (BLAKE2b of the upload, 16 bytes), accepted, why
 - ``denied``: client, call, why; a call of a registered client that the server's process refused, such as a
   message in the name of another client; the same one at most once a minute
@@ -40,7 +40,7 @@ class Audit:
         append_event(self.path, "registered", client=client, examples=examples)
 
     def rejected(self, client: int | None, why: str) -> None:
-        """Log the rejection of a node, whose key is a client's if keys are checked."""
+        """Log the rejection of a node, with its client if that is known."""
         append_event(self.path, "rejected", client=client, why=one_line(why, 1000))
 
     def reply(self, response: Response, client: int, round: int, why: str | None) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +18,16 @@ from ...core.errors import FedlowrankError
 from ...data.dataset import ClientData, Examples
 from ...data.federation import Federation
 from ...storage.base_files import combine_file_digests, compare_base_files
-from ..messages import PROTOCOL, MessageError, Registration, one_line, sections
+from ..messages import (
+    PROTOCOL,
+    MessageError,
+    Registration,
+    RegistrationRequest,
+    one_line,
+    sections,
+)
 from ..transport import NodeMessage, Response
+from .input_columns import describe_other_columns
 
 MAX_BYTES = 1 << 20
 """Bytes of a registration."""
@@ -35,6 +44,18 @@ class DuplicateClientError(UnregisteredNodeError):
     """Another node is registered as that client."""
 
 
+class MismatchedClientError(UnregisteredNodeError):
+    """A client's examples or base model are of another form than those of the others.
+
+    Attributes:
+        notice: the reason for the client, without what the others have.
+    """
+
+    def __init__(self, why: str, notice: str) -> None:
+        super().__init__(why)
+        self.notice = notice
+
+
 @dataclass(frozen=True)
 class ExampleForm:
     """Types and shapes of a client's examples.
@@ -42,22 +63,27 @@ class ExampleForm:
     Attributes:
         empty: zero examples.
         classes: names of the classes.
+        columns: names of the inputs of a table, or their digest; empty where inputs have no names.
     """
 
     empty: Examples
     classes: tuple[str, ...]
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, payload: bytes) -> ExampleForm:
         """Decode the payload of a registration; raises TreeError, DataError or MessageError."""
         stored = tree.decode(payload)
         try:
-            form = cls(Examples(stored["x"], stored["y"]), tuple(stored["classes"]))
+            columns = tuple(stored.get("columns", ()))
+            form = cls(Examples(stored["x"], stored["y"]), tuple(stored["classes"]), columns)
             form.describe()
         except (LookupError, TypeError, AttributeError) as error:
             raise MessageError(f"the form of the examples cannot be read: {error!r}") from error
         if len(form.empty) or any(type(c) is not str for c in form.classes):
             raise MessageError("the form of the examples holds examples, or classes without names")
+        if any(type(c) is not str for c in form.columns):
+            raise MessageError("the form of the examples holds inputs without names")
         return form
 
     def describe(self) -> str:
@@ -72,7 +98,9 @@ class ExampleForm:
             return f"{t.dtype} {[*t.shape[1:]]}"
 
         x = {n: form(t) for n, t in sorted((inputs if isinstance(inputs, dict) else {"x": inputs}).items())}
-        form_json = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}
+        form_json: dict[str, Any] = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}
+        if self.columns:
+            form_json["columns"] = self.columns
         return json.dumps(form_json).replace("torch.", "")
 
 
@@ -111,6 +139,7 @@ class ClientRegistry:
         form: of the examples, once :meth:`fix_form` has set it.
         rejections: why a node was rejected.
         permanently_rejected: those of them that are not asked again.
+        notices: by node, why its client does not take part, as it is still to be told.
     """
 
     def __init__(
@@ -128,6 +157,7 @@ class ClientRegistry:
         self.registered: dict[int, RegisteredClient] = {}
         self.rejections: dict[int, str] = {}
         self.permanently_rejected: set[int] = set()
+        self.notices: dict[int, str] = {}
         self._sections = sections(made.to_dict())
         self._base: Mapping[str, str] = {}
 
@@ -180,20 +210,36 @@ class ClientRegistry:
                 ).append(client)
         return max(groups.values(), key=len, default=[])
 
-    def fix_form(self, present: set[int]) -> None:
-        """Require the majority's form and base model from now on; reject the clients that differ."""
-        majority = self.majority(present)
+    def fix_form(self, present: set[int]) -> dict[int, str]:
+        """Require the majority's form and base model from now on; reject the clients that differ.
+
+        Returns:
+            The rejected clients, with the reason.
+        """
+        majority, rejected = self.majority(present), dict[int, str]()
         if not majority:
-            return
+            return rejected
         first = self.registered[majority[0]]
         self.form, self._base = first.form, first.base
         for i, client in list(self.registered.items()):
             wrong = None if client.form is None else self._mismatch(i, client.form, client.base)
             if wrong is not None:
                 del self.registered[i]
+                rejected[i] = one_line(str(wrong), 1000)
                 if client.node is not None:
-                    self.rejections[client.node] = one_line(wrong, 1000)
+                    self.rejections[client.node] = rejected[i]
                     self.permanently_rejected.add(client.node)
+                    self.notices[client.node] = one_line(wrong.notice, 1000)
+        return rejected
+
+    def take_notices(self, present: set[int]) -> list[NodeMessage]:
+        """Messages to present nodes that say why their clients do not take part; each is given once."""
+        notices = {node: why for node, why in self.notices.items() if node in present}
+        self.notices = {}
+        return [
+            NodeMessage(node, "registration", RegistrationRequest(rejection=why).to_json())
+            for node, why in sorted(notices.items())
+        ]
 
     def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
         """Inverse of :meth:`rows`, after a restart of the server; no client has a node yet."""
@@ -222,6 +268,8 @@ class ClientRegistry:
             # lost messages and duplicate clients may be resolved by the next time
             if not response.problem and not isinstance(error, DuplicateClientError):
                 self.permanently_rejected.add(response.node)
+                notice = error.notice if isinstance(error, MismatchedClientError) else str(error)
+                self.notices[response.node] = one_line(notice, 1000)
             why = self.rejections[response.node] = one_line(str(error), 1000)
             raise UnregisteredNodeError(f"a node was rejected: {why}") from error
         self.rejections.pop(response.node, None)
@@ -237,8 +285,8 @@ class ClientRegistry:
         if wrong := self._wrong_header(registration, node):
             raise UnregisteredNodeError(wrong)
         form, client = ExampleForm.read(response.payload), registration.client
-        if wrong := self._mismatch(client, form, registration.base):
-            raise UnregisteredNodeError(wrong)
+        if mismatch := self._mismatch(client, form, registration.base):
+            raise mismatch
         known = self.registered.get(client)
         if known is not None and known.node != node and known.node in present:
             raise DuplicateClientError(
@@ -248,20 +296,33 @@ class ClientRegistry:
         self.registered[client] = RegisteredClient(node, examples, sizes, form, registration.base)
         return client
 
-    def _mismatch(self, client: int, form: ExampleForm, base: Mapping[str, str]) -> str | None:
+    def _mismatch(
+        self, client: int, form: ExampleForm, base: Mapping[str, str]
+    ) -> MismatchedClientError | None:
         """How a client differs from the form and base model that are required, or None."""
         if self.form is None:
             return None
+        nameless, expected = (dataclasses.replace(f, columns=()).describe() for f in (form, self.form))
+        why, notice = (
+            describe_other_columns(form.columns, self.form.columns, names_expected=named)
+            for named in (True, False)
+        )
+        # a table with other columns has often other shapes, too
+        if why and (nameless == expected or (form.columns and self.form.columns)):
+            return MismatchedClientError(f"client {client} {why}.", f"client {client} {notice}.")
         if form.describe() != self.form.describe():
-            return (
-                f"client {client} has examples of another form: {form.describe()[:300]}, but the others' are "
-                f"{self.form.describe()[:300]}. All must name the same classes and prepare their data alike."
+            own, cure = form.describe()[:300], "All must name the same classes and prepare their data alike."
+            return MismatchedClientError(
+                f"client {client} has examples of another form: {own}, but the others' are "
+                f"{self.form.describe()[:300]}. {cure}",
+                f"client {client} has examples of another form than the other clients: {own}. {cure}",
             )
         if different := compare_base_files(base, self._base):
-            return (
+            text = (
                 f"client {client} has another base model than the others: {different}. Copy the files of one "
                 "machine to all, or load the same revision."
             )
+            return MismatchedClientError(text, text)
         return None
 
     def _wrong_header(self, registration: Registration, node: int) -> str | None:

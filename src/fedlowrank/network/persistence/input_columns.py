@@ -1,0 +1,57 @@
+"""Names of the inputs of tables, which all clients must have in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+
+MAX_CHARACTERS = 1 << 16
+"""Characters of all names, above which a registration has their digest."""
+
+_MOST_NAMES = 5
+_DIGEST = "digest "
+
+
+def digest_columns(columns: Sequence[str]) -> str:
+    """The digest of all names, in their order."""
+    text = json.dumps([*columns])
+    return _DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def short_columns(columns: Sequence[str]) -> Sequence[str]:
+    """The names themselves, or their digest if they are too long for a registration."""
+    return columns if sum(map(len, columns)) <= MAX_CHARACTERS else [digest_columns(columns)]
+
+
+def describe_other_columns(own: Sequence[str], expected: Sequence[str], *, names_expected: bool) -> str:
+    """What differs between the names of a client's inputs and those of the others, and what to do; "" if nothing.
+
+    Args:
+        own: of the client; or their digest alone.
+        expected: of the others; or their digest alone.
+        names_expected: whether to name the others' inputs, which are not for the client to know.
+    """
+    if tuple(own) == tuple(expected):
+        return ""
+    are_names = not any(c.startswith(_DIGEST) for c in (*own[:1], *expected[:1]))
+    listed = ""
+    if are_names:
+        differ = [(i, a, b) for i, (a, b) in enumerate(zip_longest(own, expected), 1) if a != b]
+        parts = [
+            f"input {i} is {_quoted(a)}" + (f" and theirs {_quoted(b)}" if names_expected else "")
+            for i, a, b in differ[:_MOST_NAMES]
+        ]
+        more = len(differ) - _MOST_NAMES
+        listed = f" ({', '.join(parts)}{f' and {more} more' if more > 0 else ''})"
+    return (
+        f"has other columns than the other clients, or the same in another order{listed}. List the columns in "
+        "data.features of the experiment, so that their order is the same everywhere. A column of text becomes an "
+        "input for each value that occurs in the file (column=value), so it must have the same values at every "
+        "site: encode such a column as numbers beforehand"
+    )
+
+
+def _quoted(name: str | None) -> str:
+    return "missing" if name is None else json.dumps(name[:60])
