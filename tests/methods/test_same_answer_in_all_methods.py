@@ -56,7 +56,8 @@ def method(name: str, **fields: Any) -> AnyMethod:
 
 
 def personal(result: Result) -> list[dict[str, Tensor]]:
-    return [result.personal(k) for k in range(len(result.run.federation.infos))]
+    # of an ensemble the model with the largest share
+    return [result.run.personal(info) for info in result.run.federation.infos]
 
 
 # -- modules whose scores have no gradient -------------------------------------------------------------------

@@ -44,6 +44,9 @@ def convert_inputs(x: Tensor, *, ids: bool = False) -> Tensor:
     return x if x.dtype == wanted else x.to(wanted)
 
 
+_WIDE = (torch.float64, torch.int32, torch.int64)
+"""Types with more digits than float32."""
+
 _FEWEST = 1000
 """Values of float32 that the range of an input should span."""
 
@@ -118,7 +121,7 @@ class InputTypes:
             name: of the input, where there are several.
         """
         converted = convert_named_input(x, self.named.get(name)) if name else convert_inputs(x, ids=self.ids)
-        if converted.dtype == torch.float32:
+        if converted.dtype == torch.float32 and x.dtype in _WIDE:
             warn_of_rounding(x.detach().cpu().numpy(), where)
         if is_image(x) or (not name and x.dtype == torch.uint8 and converted.dtype == torch.float32):
             first, largest = self._scaled.get(name, (where, 0))
