@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import SGD, Federation, simulate
+from fedlowrank.adapters.state_dict import full_state_dict
 from fedlowrank.core import tree
 from fedlowrank.core.contract.method import AnyMethod, Batch, ClientView, Method, ServerView, Task
 from fedlowrank.core.errors import LossError, TaskError
@@ -57,7 +58,9 @@ def method(name: str, **fields: Any) -> AnyMethod:
 
 def personal(result: Result) -> list[dict[str, Tensor]]:
     # of an ensemble the model with the largest share
-    return [result.run.personal(info) for info in result.run.federation.infos]
+    run = result.run
+    models = run.federation.architectures
+    return [full_state_dict(models[i.architecture], run.personal(i)) for i in run.federation.infos]
 
 
 # -- modules whose scores have no gradient -------------------------------------------------------------------
