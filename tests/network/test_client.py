@@ -331,6 +331,18 @@ def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
     assert (header.steps, header.losses, header.problem) == (0, {}, "")
 
 
+def test_a_client_that_infers_by_several_models_says_which_one_it_wrote(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ensemble = small("ensemble", rounds=4)
+    prepare(tmp_path / "client", ensemble, 1, ensemble.shares(), SiteSettings.simulated())
+    run = Run(ensemble.build_method("ensemble"), ensemble.federation(), ensemble.run, Sequential())
+    answer(run, tmp_path / "client")
+    run.step()
+    answer(run, tmp_path / "client", stamp=1, train=False, evaluate=True, last=True)
+    assert "client 1 infers by several models" in caplog.text
+
+
 # -- data of one's own
 
 

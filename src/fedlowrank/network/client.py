@@ -613,6 +613,13 @@ class ClientRuntime:
 
     def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
+        x = self.federation.clients[self.client].train.x
+        if not here.is_one_model({n: t[:4] for n, t in x.items()} if isinstance(x, dict) else x[:4]):
+            logger.warning(
+                "client %d infers by several models: %s holds the one with the largest share alone",
+                self.client,
+                folder / "model.safetensors",
+            )
         with as_checkpoint_error(f"cannot make {folder}"):
             folder.mkdir(exist_ok=True)
         write_atomically(folder / "model.safetensors", safetensors.torch.save(params))

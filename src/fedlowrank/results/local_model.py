@@ -82,6 +82,21 @@ class LocalModel:
         """Parameters of the whole model, with the client's own statistics of batch normalizations."""
         return self.model.whole(self.client_model.whole())
 
+    def is_one_model(self, x: Any) -> bool:
+        """Whether the parameters of :meth:`personal` give the scores that the client infers by.
+
+        They do not where it infers by several models, as an ensemble does.
+
+        Args:
+            x: a few inputs.
+        """
+        if not callable(next(iter(self.client_model.series.values()), None)):
+            return True
+        params = tree.canonical(self.personal())
+        with torch.inference_mode():
+            whole, inferred = self.model.apply(params, x), next(iter(self.predictors.values()))(x)
+        return whole.shape == inferred.shape and torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4)
+
     def count_parameters(self, series: str) -> int:
         """Parameter count of the model of a series."""
         return (

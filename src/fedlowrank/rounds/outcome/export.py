@@ -144,19 +144,13 @@ def single_model(run: Run, info: ClientInfo, made: LocalModel) -> Params:
     Raises:
         ConfigError: if the client infers by several models, as an ensemble does.
     """
-    params = canonical(made.personal())
-    if not callable(next(iter(made.client_model.series.values()), None)):
-        return params
-    some = _first(run.federation.clients[info.id].train.x)
-    with torch.inference_mode():
-        whole, inferred = made.model.apply(params, some), next(iter(made.predictors.values()))(some)
-    if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
+    if not made.is_one_model(_first(run.federation.clients[info.id].train.x)):
         raise ConfigError(
             f"{run.method.title} infers by more than one model at {info.title} (an ensemble or a mixture "
             "of outputs), and no single module computes the same. Ensemble with mixed = 'weights' and "
             "FLoRAL infer by one."
         )
-    return params
+    return canonical(made.personal())
 
 
 def _first(x: Stored) -> Inputs:
