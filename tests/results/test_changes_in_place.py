@@ -67,6 +67,18 @@ def test_a_model_that_changes_its_inputs_is_one_that_does_not(model: Any, engine
     torch.testing.assert_close(results[0][2], results[1][2])
 
 
+@pytest.mark.parametrize("method", ["moon", "fml", "ensemble", "fedkd", "per_fedavg", "floral"])
+def test_several_models_of_a_method_see_the_same_inputs(method: str) -> None:
+    found = []
+    for in_place in (False, True):
+        fed = Federation.from_arrays(
+            clients(), lambda in_place=in_place: Scaled(in_place), classes=3, seed=0, head="out"
+        )
+        found.append(simulate(method, fed, rounds=2, engine="sequential").run.state.server)
+    a, b = map(tree.tensors, found)
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
 def test_evaluation_changes_no_parameter_of_the_server() -> None:
     drawn = torch.Generator().manual_seed(0)
     # words 20 to 39 are in test examples alone

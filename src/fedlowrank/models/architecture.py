@@ -485,10 +485,11 @@ class Architecture:
 
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         self._keep_mode()
-        if not self.module.training and self._changes_arguments:
-            # what a module does to its inputs or parameters in place must not reach the data or the server
+        if self._changes_arguments:
+            # what a module does in place must not reach the data, another model of the method, or the server
             x = map_inputs(torch.clone, x)
-            params = {n: p.clone() for n, p in params.items()}
+            own = self.module.training
+            params = {n: p if own and p.requires_grad else p.clone() for n, p in params.items()}
         # without buffers of a client, a call begins with the initial ones and its changes are dropped
         current = self._current_buffers
         if current is None and self.buffers:
