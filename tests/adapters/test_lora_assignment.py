@@ -183,7 +183,8 @@ def test_fx_graphs_are_right_and_follow_the_factors(how: str) -> None:
                 nn.init.constant_(layer.lora_B, scale)
         inner = by_hand(model.first, by_hand(model.first, x))
         wanted = by_hand(model.last, by_hand(model.own, inner).tanh())
-        torch.testing.assert_close(graph(x), wanted)
+        # applied twice, the update would move them by their own size
+        torch.testing.assert_close(graph(x), wanted, rtol=1e-4, atol=1e-4)
     assert {n for n, _ in graph.named_parameters()} == {n for n, _ in model.named_parameters()}
     assert not any("weight" in n for n, _ in graph.named_buffers())
     merged: Any = merge_lora(graph)

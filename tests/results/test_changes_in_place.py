@@ -197,5 +197,5 @@ def test_a_layer_that_is_only_called_head_is_no_head() -> None:
 
 
 def test_a_model_of_another_type_is_told_what_inputs_are() -> None:
-    with pytest.raises(fedlowrank.FedlowrankError, match=r"model.float\(\)"):
+    with pytest.raises(fedlowrank.FedlowrankError, match=r"call .float\(\)"):
         Federation.from_arrays(clients(), lambda: nn.Linear(6, 3).double(), classes=3, seed=0)

@@ -653,7 +653,7 @@ def build_architecture(
         hint = (
             " A model that looks up whole numbers converts them in its forward: x.long()."
             if looked_up
-            else " Models get their inputs as float32: make the model so, model.float(), or convert them in its forward."
+            else " Models get their inputs as float32: call .float() on the module, or convert the inputs in its forward."
             if other_type
             else ""
         )
