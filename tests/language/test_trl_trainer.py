@@ -101,6 +101,20 @@ def test_settings_of_a_pass_mean_the_same(name: str, llama: Path, tmp_path: Path
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "small penalty": (
+        {"method": "hetlora", "methods": {"hetlora": {"prune": 0.9, "penalty": 1e-5}}},
+        "adds terms to the loss",
+    ),
+    "penalty in bfloat16": (
+        {"method": "pfedme", "language": {"autocast": "bfloat16"}},
+        "adds terms to the loss",
+    ),
+    "parts of batches": (
+        {"language": {"trainer_args": {"per_device_train_batch_size": 2}}},
+        "run.micro_batch",
+    ),
+    "a rate": ({"language": {"trainer_args": {"learning_rate": 1.0}}}, r"optimizer\.lr"),
+    "a layer": ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, "the trainer cannot be made"),
     "penalty": (
         {"method": "hetlora", "methods": {"hetlora": {"prune": 0.9, "penalty": 0.01}}},
         "adds terms to the loss",
@@ -247,3 +261,40 @@ def test_a_trainer_of_somebody_else_is_not_imported(section: str, llama: Path, t
     tables[section] = {**tables.get(section, {}), "trainer": "somebody:make"}
     with pytest.raises(ConfigError, match="somebody:make"):
         ExperimentConfig.parse(tables, allow_code=False)
+
+
+def test_dropout_and_noise_are_no_terms_of_the_loss(llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path, language={"trainer": "trl", "neftune": 5.0}, lora={"lora_dropout": 0.3})
+    tables["defaults"] = {"optimizer": {"kind": "adamw", "lr": 0.2}}
+    run = run_of(tables, 1)
+    (model,) = run.federation.architectures.values()
+    # as in a process that begins now
+    model.pass_trainer._compared.clear()
+    run.step()
+    again = run_of(tables, 2)
+    assert tree.equal(run.state.server, again.state.server)
+
+
+def make_half(given: TrainingPass) -> Any:
+    """A trainer that rounds the factors, as TRL's does on a quantized base, and leaves a hook."""
+    made = make_sft_trainer(given)
+    for p in made.model.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+    made.model.get_input_embeddings().register_forward_hook(lambda *_: None)
+    made.model.generation_config.eos_token_id = [1, 2]
+    return made
+
+
+def test_factors_stay_in_their_type_and_hooks_are_taken_off(llama: Path, tmp_path: Path) -> None:
+    tables = causal(llama, tmp_path)
+    plain, _ = scores(tables, "trl")
+    made, _ = scores(tables, "tests.language.test_trl_trainer:make_half")
+    torch.testing.assert_close(made, plain)
+    tables["language"]["trainer"] = "tests.language.test_trl_trainer:make_half"
+    run = run_of(tables, 0)
+    (model,) = run.federation.architectures.values()
+    before = model.module.generation_config.to_dict()
+    run.step()
+    assert model.may_run_again
+    assert model.module.generation_config.to_dict() == before

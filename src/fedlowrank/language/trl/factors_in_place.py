@@ -18,8 +18,8 @@ from ...models.architecture import Architecture
 from ...models.stateless import Slot, exchange_slots
 from ...training.steps import refill
 
-_APART = 0.02
-"""Standard deviation of what is added to every leaf, so that no factor is zero and no penalty hides."""
+_APART = 0.5
+"""Standard deviation of what is added to every leaf: large, so that no factor is zero and a small penalty is seen."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,14 @@ def find_places(request: Request, batch: Batch, model: Architecture, generator: 
         for own, p in layer._parameters.items()
     }
     hook = model.module.register_forward_pre_hook(look)
+    # without dropout and noise, as the loss that it is compared with
+    mode = model.training
+    model.set_training(False)
     try:
         value = float(request.loss(refill(request.start, leaves), batch, *request.constants).detach())
     finally:
         hook.remove()
+        model.set_training(mode)
     places: list[list[Place]] = [[] for _ in leaves]
     others: list[tuple[Slot, Tensor]] = []
     for slot, now in seen:
@@ -123,16 +127,16 @@ def find_places(request: Request, batch: Batch, model: Architecture, generator: 
         found = _match(now, leaves)
         if found is None:
             raise TaskError(
-                f"the parameter {_name(model.module, slot)} is made of several parts of what the method trains, so no "
-                "trainer can train it in the module. Take trainer = 'own'"
+                f"the parameter {_name(model.module, slot)} is made of several parts of what the method trains, as "
+                "where it trains several models, so no trainer can train it in the module. Take trainer = 'own'"
             )
         leaf, factor = found
         places[leaf].append(Place(slot, None if factor == 1 else _layer(model.module, slot), factor))
     lost = [path for path, where in zip(paths, places, strict=True) if not where]
     if lost:
         raise TaskError(
-            f"what the method trains at {lost[0]} is no parameter of the module, so no trainer can train it there. Take "
-            "trainer = 'own'"
+            f"what the method trains at {lost[0]} is no parameter of the module, as where a method trains several "
+            "models, so no trainer can train it there. Take trainer = 'own'"
         )
     return Placement(places, others, value, probe)
 

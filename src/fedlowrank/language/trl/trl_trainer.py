@@ -29,6 +29,7 @@ from ...core.learning.batch_losses import task_loss
 from ...core.learning.optimizer import AdamW, Optimizer
 from ...data.dataset import Examples
 from ...models.architecture import Architecture
+from ...models.standard import HOOKS
 from ...models.stateless import unchanged
 from ...training.captured_variables import code_of
 from ...training.local_data import LocalData
@@ -38,6 +39,58 @@ from .factors_in_place import Placement, find_places
 
 IGNORED = -100
 """Label of a token that does not count, as transformers has it."""
+
+
+_NEAR = 1e-5
+"""Relative difference of two losses that are the same."""
+
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "auto_find_batch_size"), "batch_size and run.micro_batch"
+    ),
+    "gradient_accumulation_steps": "run.micro_batch",
+    **dict.fromkeys(("max_steps", "num_train_epochs"), "steps or epochs"),
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "max_grad_norm": "optimizer.clip",
+    **dict.fromkeys(
+        ("warmup_steps", "warmup_ratio", "lr_scheduler_type", "lr_scheduler_kwargs"),
+        "optimizer.local_schedule",
+    ),
+    **dict.fromkeys(("seed", "data_seed", "full_determinism"), "run.seed"),
+    **dict.fromkeys(("use_cpu", "no_cuda"), "run.device"),
+    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "language.autocast"),
+    **dict.fromkeys(
+        (
+            *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+            *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        ),
+        "language.gradient_checkpointing",
+    ),
+    **dict.fromkeys(("max_length", "truncation_mode"), "language.context and language.truncate"),
+    **dict.fromkeys(("packing", "packing_strategy", "eval_packing", "padding_free"), "language.packing"),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "language.loss_on"),
+    "neftune_noise_alpha": "language.neftune",
+    **dict.fromkeys(("group_by_length", "train_sampling_strategy"), "language.by_length"),
+    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path"), "the tokenizer in the base's folder"),
+    **dict.fromkeys(
+        ("eval_strategy", "do_eval", "eval_steps", "metric_for_best_model"), "run.evaluate_every"
+    ),
+    **dict.fromkeys(
+        (
+            "dataset_kwargs",
+            "dataset_text_field",
+            "dataset_num_proc",
+            "remove_unused_columns",
+            "shuffle_dataset",
+        ),
+        "the section [data]",
+    ),
+}
+"""Fields of ``trl.SFTConfig`` that the method or the experiment sets, by the setting that counts."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +236,14 @@ class TrlTrainer:
         starts = [t.detach().clone() for _, t in tree.leaves(request.start)]
         parameters = [nn.Parameter(t.clone()) for t in starts]
         # trainers write into it, as whether routers of experts give their scores
-        config = model.module.config
-        kept = copy.deepcopy(vars(config))
+        config, generation = model.module.config, getattr(model.module, "generation_config", None)
+        kept = [(vars(c), copy.deepcopy(vars(c))) for c in (config, generation) if c is not None]
+        hooks = [
+            (table, dict(table))
+            for layer in model.module.modules()
+            for name in HOOKS
+            if (table := getattr(layer, name)) is not None
+        ]
         try:
             with (
                 unchanged(model.module),
@@ -197,12 +256,13 @@ class TrlTrainer:
                     self._compare(placement, first, model, parameters, starts)
                     self._compared.add(kind)
                 given = self._describe(request, data, model, round, parameters, micro_batch, Path(folder))
-                mean = self._train(given)
+                mean = self._train(given, parameters, starts)
         finally:
-            vars(config).clear()
-            vars(config).update(kept)
+            for table, former in (*kept, *hooks):
+                table.clear()
+                table.update(former)
         model.set_training(True)
-        end = refill(request.start, [p.detach() for p in parameters])
+        end = refill(request.start, [p.detach().to(t.dtype) for p, t in zip(parameters, starts, strict=True)])
         return end, torch.tensor([mean], dtype=torch.float64)
 
     def _check(self, request: Request, data: LocalData) -> None:
@@ -256,8 +316,8 @@ class TrlTrainer:
                 for p, t in zip(parameters, starts, strict=True):
                     p.copy_(t)
         model.set_training(True)
-        near = 1e-4 if self.autocast == "none" and _is_float32(model.module) else 2e-2
-        if abs(found - placement.value) > near * max(1.0, abs(placement.value)):
+        # both are the same operations; only a multiple of a factor may be rounded otherwise
+        if not abs(found - placement.value) <= _NEAR * max(1.0, abs(placement.value)):
             raise TaskError(
                 f"language.trainer = {self.name!r}: the method's loss of a batch is {placement.value:.6g}, and that of the "
                 f"tokens alone {found:.6g}: it adds terms to the loss, which a trainer would leave out. Take trainer = 'own'"
@@ -330,10 +390,17 @@ class TrlTrainer:
             data.examples,
         )
 
-    def _train(self, given: TrainingPass) -> float:
+    def _train(self, given: TrainingPass, parameters: list[nn.Parameter], starts: list[Tensor]) -> float:
         """Make the trainer and let it train; returns the mean loss."""
         where = f"language.trainer = {self.name!r}, {given.client.title}, round {given.round}"
-        made = self.factory(given)
+        try:
+            made = self.factory(given)
+        except (ValueError, TypeError, ImportError) as error:
+            raise TaskError(f"{where}: the trainer cannot be made: {error}") from error
+        for p, t in zip(parameters, starts, strict=True):
+            if p.dtype != t.dtype:
+                # TRL rounds the factors of a quantized base; no step was taken yet
+                p.data = t.clone()
         trainer_class = import_library("transformers", "language.trainer").Trainer
         if not isinstance(made, trainer_class):
             raise TaskError(
@@ -348,10 +415,6 @@ class TrlTrainer:
                 "max_steps = given.arguments['max_steps']"
             )
         return float(result.training_loss)
-
-
-def _is_float32(module: nn.Module) -> bool:
-    return all(p.dtype == torch.float32 for p in module.parameters())
 
 
 def list_rows(examples: Examples) -> list[dict[str, list[int]]]:
@@ -391,6 +454,10 @@ def check_trainer(name: str, arguments: Mapping[str, Any], section: str) -> None
         raise ConfigError(
             f"{section}.trainer is {name!r}; it is 'own', 'trl', or 'module:function' of yours. "
             f"{did_you_mean(name, ('own', 'trl'))}"
+        )
+    if taken := sorted(arguments.keys() & _ELSEWHERE.keys()):
+        raise ConfigError(
+            f"{section}.trainer_args.{taken[0]}: {_ELSEWHERE[taken[0]]} says so for all trainers. Set it there"
         )
     if name == "own" and arguments:
         raise ConfigError(
