@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.language.trl.trl_trainer import TrainingPass, make_sft_trainer
+from fedlowrank.models.architecture import build_module
 
 from .test_preferences import tables as preference_tables
 from .test_runs import causal, run_of
@@ -40,7 +43,7 @@ def scores(tables: dict[str, Any], trainer: str, **language: Any) -> tuple[list[
 
 def assert_equal_runs(tables: dict[str, Any], **language: Any) -> None:
     """Both trainers end alike."""
-    (own, costs), (other, others) = scores(tables, "own"), scores(tables, "trl", **language)
+    (own, costs), (other, others) = scores(tables, "own", trainer_args={}), scores(tables, "trl", **language)
     torch.testing.assert_close(other, own, rtol=2e-3, atol=2e-4)
     assert others[0] == costs[0]
     assert others[1]["local"] == pytest.approx(costs[1]["local"], rel=1e-4)
@@ -298,3 +301,25 @@ def test_factors_stay_in_their_type_and_hooks_are_taken_off(llama: Path, tmp_pat
     run.step()
     assert model.may_run_again
     assert model.module.generation_config.to_dict() == before
+
+
+def test_a_loss_of_routers_is_not_added(llama: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "vocab_size": len(tokenizer),
+        "router_aux_loss_coef": 0.1,
+    }
+    base = tmp_path / "mixtral"
+    made = build_module(
+        lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**size, **more)), Key((0,))
+    )
+    made.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    tables = causal(base, tmp_path)
+    tables["language"]["trainer"] = "trl"
+    with pytest.raises(TaskError, match="router_aux_loss_coef = 0"):
+        run_of(tables, 1)
+    assert_equal_runs(tables, trainer_args={"router_aux_loss_coef": 0.0})

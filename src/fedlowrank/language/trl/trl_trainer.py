@@ -252,11 +252,12 @@ class TrlTrainer:
                 tempfile.TemporaryDirectory() as folder,
             ):
                 kind = code_of(request.loss), data.loss
+                loss = None
                 if kind not in self._compared:
-                    self._compare(placement, first, model, parameters, starts)
-                    self._compared.add(kind)
+                    loss = self._compare(placement, first, model, parameters, starts)
                 given = self._describe(request, data, model, round, parameters, micro_batch, Path(folder))
-                mean = self._train(given, parameters, starts)
+                mean = self._train(given, parameters, starts, loss)
+                self._compared.add(kind)
         finally:
             for table, former in (*kept, *hooks):
                 table.clear()
@@ -301,10 +302,13 @@ class TrlTrainer:
         model: Architecture,
         parameters: list[nn.Parameter],
         starts: list[Tensor],
-    ) -> None:
-        """Compare the method's loss of a batch with the mean over its tokens, in the module itself.
+    ) -> float:
+        """Compare the method's loss of a batch with that of the task, in the module itself.
 
-        Both are of leaves near the start, for at the start a penalty may be zero.
+        Both are of leaves away from the start, for at the start a penalty may be zero.
+
+        Returns:
+            The loss of the batch at the start.
         """
         model.set_training(False)
         with torch.no_grad():
@@ -315,12 +319,30 @@ class TrlTrainer:
             finally:
                 for p, t in zip(parameters, starts, strict=True):
                     p.copy_(t)
+            at_start = float(task_loss(model.apply({}, batch.x), batch))
         model.set_training(True)
         # both are the same operations; only a multiple of a factor may be rounded otherwise
         if not abs(found - placement.value) <= _NEAR * max(1.0, abs(placement.value)):
             raise TaskError(
                 f"language.trainer = {self.name!r}: the method's loss of a batch is {placement.value:.6g}, and that of the "
                 f"tokens alone {found:.6g}: it adds terms to the loss, which a trainer would leave out. Take trainer = 'own'"
+            )
+        return at_start
+
+    def _compare_trainers(self, made: Any, given: TrainingPass, loss: float) -> None:
+        """Compare the loss of the first batch by TRL's trainer, at the start, with that of the experiment."""
+        module = given.model
+        inputs = made.data_collator([given.rows[i] for i in given.batches[0]])
+        module.eval()
+        with torch.no_grad():
+            device = next(module.parameters()).device
+            found = float(made.compute_loss(module, {n: t.to(device) for n, t in inputs.items()}))
+        module.train()
+        near = 1e-3 if self.autocast == "none" and module.dtype == torch.float32 else 5e-2
+        if not abs(found - loss) <= near * max(1.0, abs(loss)):
+            raise TaskError(
+                f"language.trainer = {self.name!r}: the loss of a batch is {found:.6g} by TRL and {loss:.6g} here. TRL adds a "
+                "loss of the routers of experts: set language.trainer_args.router_aux_loss_coef = 0, or take trainer = 'own'"
             )
 
     def _describe(
@@ -390,8 +412,21 @@ class TrlTrainer:
             data.examples,
         )
 
-    def _train(self, given: TrainingPass, parameters: list[nn.Parameter], starts: list[Tensor]) -> float:
-        """Make the trainer and let it train; returns the mean loss."""
+    def _train(
+        self,
+        given: TrainingPass,
+        parameters: list[nn.Parameter],
+        starts: list[Tensor],
+        loss: float | None,
+    ) -> float:
+        """Make the trainer and let it train; returns the mean loss.
+
+        Args:
+            given: the pass.
+            parameters: in the module.
+            starts: their values.
+            loss: of the first batch, to compare TRL's with; None for no comparison.
+        """
         where = f"language.trainer = {self.name!r}, {given.client.title}, round {given.round}"
         try:
             made = self.factory(given)
@@ -406,6 +441,9 @@ class TrlTrainer:
             raise TaskError(
                 f"{where}: the factory returned a {type(made).__name__}, not a transformers.Trainer"
             )
+        own_loss = self.arguments.keys() & {"loss_type", "label_smoothing_factor"}
+        if loss is not None and self.factory is make_sft_trainer and not own_loss:
+            self._compare_trainers(made, given, loss)
         # without a progress bar it prints what it logs
         made.remove_callback(import_library("transformers", "language.trainer").PrinterCallback)
         result = made.train()
