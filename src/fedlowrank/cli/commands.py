@@ -25,7 +25,7 @@ from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
 from ..data.text.row_report import describe_rows
 from ..language.text_federation import Language
-from ..network.persistence.account import ACCOUNT, prepare_resume
+from ..network.persistence.account import prepare_resume
 from ..report import (
     Comparison,
     export_tensorboard,
@@ -41,7 +41,7 @@ from ..report.figures.style import EMBEDDED_FONTS, Width
 from ..results.records import RoundRecord, RunRecord
 from ..rounds.outcome.export import write
 from ..rounds.simulate import simulate
-from ..storage.run_files import run_folders
+from ..storage.run_files import ACCOUNT, run_folders
 from ..storage.run_folder import RunFolder
 from .download_command import get_data
 from .jobs.parallel import Ending, Outcome, run_parallel

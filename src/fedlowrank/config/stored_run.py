@@ -8,11 +8,8 @@ from typing import Any
 from ..core.errors import CheckpointError, FedlowrankError
 from ..rounds.run import Run
 from ..rounds.simulate import reopen
-from ..storage.run_files import CONFIG, read_config
+from ..storage.run_files import ACCOUNT, CONFIG, read_config
 from .experiment import ExperimentConfig
-
-_NETWORK = "network.json"
-"""A file of runs whose clients were reached over a network."""
 
 
 def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = False) -> Run:
@@ -38,7 +35,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
         method, federation = experiment.build_method(name), experiment.federation()
         return reopen(method, federation, folder, experiment.run_here, config, which)
     except FedlowrankError as error:
-        if not (folder / _NETWORK).exists():
+        if not (folder / ACCOUNT).exists():
             raise
         raise CheckpointError(_explain_served(folder, experiment)) from error
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
-from ..core.tree import Params
+from ..core.tree import Params, map_leaves
 from .complex_parameters import as_real, complex_names, with_complex
 from .fingerprint import describe_layers, digest_frozen
 from .standard import HOOKS, count_hooks, find_other_layer, has_hooks, is_standard
@@ -134,7 +134,7 @@ class Architecture:
                 f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}"
             )
         self.head_name = head
-        self.example = map_inputs(torch.clone, example)
+        self.example = map_leaves(torch.clone, example)
         self._width = 0
         self._no_head = ""
         if head is None:
@@ -392,9 +392,8 @@ class Architecture:
         def record(name: str) -> Callable[..., None]:
             return lambda layer, _, out: outputs.append((name, layer, out))
 
-        x = map_inputs(torch.clone, x)
         trained = {
-            n: p.detach().clone().requires_grad_(p.is_floating_point() or p.is_complex())
+            n: p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
             for n, p in self.initial.items()
         }
         with unchanged(self.module), _PROBE.global_generators(self.device), torch.enable_grad():
@@ -420,7 +419,6 @@ class Architecture:
         } | self._code.neutral()
         with torch.no_grad():
             found = self.probe(x)
-        x = map_inputs(torch.clone, x)
         with unchanged(self.module), torch.enable_grad(), _PROBE.global_generators(self.device):
             self.set_training(True)
             try:
@@ -433,9 +431,7 @@ class Architecture:
     def layer_with_single_value(self) -> str | None:
         """Name of the first batch normalization for which one example is one value of each channel."""
         with unchanged(self.module), _PROBE.global_generators(self.device):
-            return self._code.layer_with_single_value(
-                {n: p.clone() for n, p in self.initial.items()}, map_inputs(torch.clone, self.example)
-            )
+            return self._code.layer_with_single_value(*map_leaves(torch.clone, (self.initial, self.example)))
 
     def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
@@ -487,7 +483,7 @@ class Architecture:
         self._keep_mode()
         if self._changes_arguments:
             # what a module does in place must not reach the data, another model of the method, or the server
-            x = map_inputs(torch.clone, x)
+            x = map_leaves(torch.clone, x)
             own = self.module.training
             params = {n: p if own and p.requires_grad else p.clone() for n, p in params.items()}
         # without buffers of a client, a call begins with the initial ones and its changes are dropped
@@ -590,11 +586,6 @@ class Architecture:
         """Evaluation mode outside of training passes, whatever the user has set."""
         if "training" not in self._mode or (self.module.training and not self._mode["training"]):
             self.set_training(False)
-
-
-def map_inputs(function: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """A function of the input of a model, or of each of its named inputs."""
-    return {n: function(t) for n, t in x.items()} if isinstance(x, dict) else function(x)
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
@@ -768,12 +759,8 @@ def _takes(module: nn.Module, example: Tensor | Mapping[str, Tensor]) -> bool:
     with unchanged(module), torch.no_grad(), _PROBE.global_generators():
         try:
             module.eval()
-            own = (
-                {n: t.clone() for n, t in example.items()}
-                if isinstance(example, Mapping)
-                else example.clone()
-            )
-            _ = module(**own) if isinstance(own, dict) else module(own)
+            own = map_leaves(torch.clone, example)
+            _ = module(**own) if isinstance(own, Mapping) else module(own)
         except IndexError:
             # an id that the table lacks: the type is right
             return not all(t.is_floating_point() for t in inputs)
@@ -790,7 +777,7 @@ def _initialize_lazy_layers(name: str, module: nn.Module, example: Any) -> None:
     """
     if not _lazy_parameters(module):
         return
-    own = map_inputs(torch.clone, example)
+    own = map_leaves(torch.clone, example)
     with unchanged(module), torch.no_grad():
         _ = module.eval()(**own) if isinstance(own, dict) else module.eval()(own)
     if remaining := _lazy_parameters(module):

@@ -47,6 +47,9 @@ CLIENTS_DIGEST = "clients_digest"
 CHECKPOINTS = "checkpoint/*.checkpoint"
 """Files of a run folder whose name is the number of completed rounds."""
 
+ACCOUNT = "network.json"
+"""Name of what a server needs of its clients to go on; only runs whose clients were reached over a network have it."""
+
 LEDGER = "privacy.jsonl"
 """Name of the ledger of privacy in a run folder, and in a client's folder."""
 

@@ -19,13 +19,10 @@ from ...core.io.atomic_files import as_checkpoint_error, write_json
 from ...storage import checkpoint
 from ...storage.digest import check_seal, seal
 from ...storage.lock import exclusive
-from ...storage.run_files import read_clients
+from ...storage.run_files import ACCOUNT, read_clients
 from ..operation.activity import LastReply, UpdateShape
 
 logger = logging.getLogger(__name__)
-
-ACCOUNT = "network.json"
-"""Name of the file."""
 
 REFUSALS = 100
 """Refused replies that are listed, the last ones."""
