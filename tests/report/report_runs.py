@@ -16,9 +16,12 @@ from rich.console import Console
 
 from blocks import block_of
 from fedlowrank.report import render_terminal, write_report
+from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import make_styles
 from fedlowrank.report.findings import state_findings
-from fedlowrank.report.statistics.groups import choose_target, group_runs
+from fedlowrank.report.statistics.accuracy_target import choose_target
+from fedlowrank.report.statistics.experiments import read_experiments
+from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.run_statistics import RunStatistics
 from fedlowrank.results.records import RunRecord
 from fedlowrank.storage.run_files import METRICS, REPRESENTATIONS, encode_representations, seal_run
@@ -251,7 +254,7 @@ def target_of(records, *given):
 
 def findings_of(runs):
     """The sentences on the results of runs."""
-    return [str(one) for one in state_findings(group_runs(runs))]
+    return [str(one) for one in state_findings(read_experiments(runs)[0].families)]
 
 
 def text_of(table, width=200, all_tables=True):
@@ -271,6 +274,12 @@ def both(runs):
     """Groups of runs with their styles, as figures take them."""
     groups = group_runs(runs)
     return groups, make_styles([group.short for group in groups])
+
+
+def draw_figures(runs):
+    """All figures of the runs of one experiment, with their headings."""
+    (experiment,) = read_experiments(runs)
+    return draw_all(experiment, make_styles([group.short for group in experiment.groups]))
 
 
 def draw(plot, *runs):

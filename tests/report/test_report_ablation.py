@@ -6,7 +6,7 @@ from scipy import stats
 
 from fedlowrank.report import comparison
 from fedlowrank.report.figures import comparison_figures as figures
-from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.tables.comparison_tables import comparison_markdown
 from fedlowrank.report.tables.sweeps import shorten_names, sweep_tables
 
@@ -37,7 +37,7 @@ def varied(make_run, name="r", clusters=(16, 4, 8), ranks=(0.01, 0.1), seeds=1, 
 
 @pytest.mark.full
 def test_two_fields_by_methods(make_run):
-    (table,) = sweep_tables(group_runs(varied(make_run)))
+    (table,) = sweep_tables(read_experiments(varied(make_run)))
     assert table.title == "Accuracy / % against clusters, rank"
     assert table.fields == ("clusters", "rank")
     assert heads(table) == ["FedAvg", "FLoRAL"]
@@ -49,7 +49,7 @@ def test_two_fields_by_methods(make_run):
 
 
 def test_interval_over_seeds(make_run):
-    (table,) = sweep_tables(group_runs(varied(make_run, clusters=(2, 4), ranks=(0.1,), seeds=3)))
+    (table,) = sweep_tables(read_experiments(varied(make_run, clusters=(2, 4), ranks=(0.1,), seeds=3)))
     half = stats.t.ppf(0.975, 2) * 2 / 3**0.5  # 0, 2 and 4 points: standard deviation 2
     assert table.rows[0] == ("2", "0.1", f"44.00 ± {half:.2f}", f"64.00 ± {half:.2f}")
     assert "mean over 3 seeds ± half-width" in table.note
@@ -60,11 +60,11 @@ def test_experiments_become_columns(make_run):
     runs = varied(make_run, "r", methods=one) + varied(make_run, "ls", methods=one)
     for run in runs:
         run.config["title"] = {"r": "CIFAR-10-R", "ls": "CIFAR-10-LS"}[run.config["name"]]
-    (table,) = sweep_tables(group_runs(runs))
+    (table,) = sweep_tables(read_experiments(runs))
     assert heads(table) == ["CIFAR-10-R", "CIFAR-10-LS"]
     assert table.title == "Accuracy / % of FLoRAL against clusters, rank"
     assert table.experiments == 2
-    (table,) = sweep_tables(group_runs(varied(make_run, "r") + varied(make_run, "ls")))
+    (table,) = sweep_tables(read_experiments(varied(make_run, "r") + varied(make_run, "ls")))
     assert heads(table) == [f"{name}: {title}" for name in ("r", "ls") for _, title in METHODS]
 
 
@@ -77,7 +77,7 @@ def test_holes_words_and_losses(make_run):
             ("b", "batch", False, 0.125),
         )
     ]
-    (table,) = sweep_tables(group_runs(runs))
+    (table,) = sweep_tables(read_experiments(runs))
     assert table.title == "Test loss against norm, on"
     assert table.rows == (("none", "true", "0.5000", "–"), ("batch", "false", "0.2500", "0.1250"))
     assert "lower is better" in table.note
@@ -85,14 +85,16 @@ def test_holes_words_and_losses(make_run):
 
 @pytest.mark.full
 def test_none_where_nothing_is_varied(make_run):
-    assert sweep_tables(group_runs([make_run("a"), make_run("b")])) == []
-    assert sweep_tables(group_runs([make_run("a", vary={"x.k": 1}), make_run("b", vary={"x.k": 1})])) == []
+    assert sweep_tables(read_experiments([make_run("a"), make_run("b")])) == []
+    assert (
+        sweep_tables(read_experiments([make_run("a", vary={"x.k": 1}), make_run("b", vary={"x.k": 1})])) == []
+    )
 
 
 @pytest.mark.full
 def test_different_sweeps_have_tables_of_their_own(make_run):
     runs = [make_run("a", vary={"x.k": k}) for k in (1, 2)] + [make_run("a", vary={"x.l": k}) for k in (1, 2)]
-    assert [table.fields for table in sweep_tables(group_runs(runs))] == [("k",), ("l",)]
+    assert [table.fields for table in sweep_tables(read_experiments(runs))] == [("k",), ("l",)]
 
 
 def test_fields_are_told_apart():

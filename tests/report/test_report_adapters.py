@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from report_runs import (
-    both,
     cells,
     draw,
+    draw_figures,
     findings_of,
     legend_of,
     members,
@@ -28,9 +28,9 @@ from scipy import stats
 from fedlowrank.report import comparison, low_rank, write_report
 from fedlowrank.report.figures import chart
 from fedlowrank.report.figures import lora_figures as drawn
-from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import drawing, to_svg
 from fedlowrank.report.sentences import describe_setting
+from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs, measure_of
 from fedlowrank.report.statistics.run_statistics import RunStatistics
 from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
@@ -82,7 +82,7 @@ def replying(weights, errors):
 class TestByRank:
     def test_ranks_are_positive_whole_numbers(self, make_run):
         run = make_run("a", rounds=rounds_of([[0.5] * 5]), clients=people(4, None, 0, True, 4))
-        assert low_rank.recorded_ranks(run) == {0: 4, 4: 4}
+        assert run.ranks == {0: 4, 4: 4}
         mixed = make_run("a", rounds=rounds_of([[0.5] * 4]), clients=people(2, 16, 2, 4))
         assert "Ranks of the clients: 16, 4, 2 × 2." in describe_setting(group_runs([mixed]))
 
@@ -92,7 +92,7 @@ class TestByRank:
         rows = [with_server(rounds_of([[0.9, v, 0.3, 1.0, 0.0]]), [[0.4] * 5]) for v in (0.5, 0.6)]
         a = [make_run("a", s, rounds=one, clients=clients) for s, one in enumerate(rows)]
         b = make_run("b", rounds=rounds_of([[0.6, None, 0.25, 1.0, 0.0]]), clients=clients)
-        (table,) = low_rank.rank_tables(group_runs([*a, b]))
+        (table,) = low_rank.rank_tables(read_experiments([*a, b]))
         assert table.title == "Accuracy / % by rank of the client"
         assert table.fields == ("rank", "clients")
         assert [column.title for column in table.columns] == ["a: personal", "a: server", "b: personal"]
@@ -108,7 +108,7 @@ class TestByRank:
             make_run("a", rounds=rounds_of([[v, 0.2]]), clients=people(big, 1), vary={"lora.r": big}, name=name)
             for name in ("x", "y") for big, v in ((4, 0.5), (8, 0.6))
         ]  # fmt: skip
-        tables = low_rank.rank_tables(group_runs(runs))
+        tables = low_rank.rank_tables(read_experiments(runs))
         assert [t.title.partition("client ")[2] for t in tables] == [
             "in x with r = 4", "in x with r = 8", "in y with r = 4", "in y with r = 8",
         ]  # fmt: skip
@@ -118,13 +118,13 @@ class TestByRank:
     def test_where_a_method_has_no_client_of_a_rank(self, make_run):
         a = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         b = make_run("b", rounds=rounds_of([[0.5, 0.3]]), clients=people(1, 1))
-        (table,) = low_rank.rank_tables(group_runs([a, b]))
+        (table,) = low_rank.rank_tables(read_experiments([a, b]))
         assert table.rows == (("4", "1", "50.00", "–"), ("1", "1–2", "20.00", "40.00"))
-        assert low_rank.rank_tables(group_runs([b])) == []  # one rank is nothing to compare
+        assert low_rank.rank_tables(read_experiments([b])) == []  # one rank is nothing to compare
 
     def test_regressions_are_compared_by_loss(self, make_run):
         run = make_run("a", rounds=regression_of([[0.5, 0.25]]), clients=people(4, 1))
-        (table,) = low_rank.rank_tables(group_runs([run]))
+        (table,) = low_rank.rank_tables(read_experiments([run]))
         assert table.title == "Test loss by rank of the client"
         assert "lower is better" in table.note
         assert low_rank.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
@@ -347,7 +347,7 @@ class TestLanguage:
             assert "loss per token" in text
             assert "test accuracy" not in text
             assert "mean test loss" not in text
-        ((_, pictures),) = draw_all(*both(runs))
+        ((_, pictures),) = draw_figures(runs)
         named = {picture.title: picture for picture in pictures}
         assert list(named)[1] == "Loss per token over rounds"
         assert pictures[1].figure.axes[0].get_ylabel() == "loss per token"
@@ -386,7 +386,7 @@ def test_order_among_all_figures(make_run):
         each[t] |= replying(dict.fromkeys(range(4), 0.25), {0: 0.0, 1: 0.1 * t, 2: 0.2, 3: 0.3})
     rows = with_server(observing(*each, ranks=[{"w": 0}, {"w": 8}, {"w": 9}]), [[0.5] * 4] * 3)
     runs = [make_run("fedhl", s, rounds=rows, clients=people(8, 4, 2, 1)) for s in (0, 1)]
-    ((_, pictures),) = draw_all(*both(runs))
+    ((_, pictures),) = draw_figures(runs)
     assert [picture.title for picture in pictures if picture.title in OURS] == OURS
     for picture in pictures:
         assert "#0a00" not in to_svg(picture.figure, "x")  # placeholders all became the page's colors
@@ -396,7 +396,7 @@ def test_order_among_all_figures(make_run):
 
 def test_runs_without_adapters_show_nothing_of_them(make_run):
     run = make_run("a")
-    ((_, pictures),) = draw_all(*both([run]))
+    ((_, pictures),) = draw_figures([run])
     assert not {picture.title for picture in pictures} & set(OURS)
     table = comparison([run])
     assert table.ranks == ()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from report_runs import both, draw, in_clusters, one_hot, regression_of, rounds_of, with_routes
+from report_runs import both, draw, draw_figures, in_clusters, one_hot, regression_of, rounds_of, with_routes
 from scipy import stats
 
 from fedlowrank.report.figures import cluster_figures, lora_figures, rank_figures
 from fedlowrank.report.figures import comparison_figures as figures
-from fedlowrank.report.figures.gallery import draw_all
 
 SPREADS = ((0.80, 0.97, 0.99), (0.10, 0.35, 0.12), (0.5, 0.52, 0.51))
 """Last accuracies of three seeds each: of the first the interval reaches above 100 %, of the second below 0."""
@@ -106,11 +105,12 @@ def test_bands_of_other_figures_are_whole(make_run):
             row["ranks"] = {"a.weight": 10 + 10 * at * s}
             row["loss"] = {"local": 1 + s * at}
         rows.append(one)
-    groups, looks = both([make_run("a", s, rounds=one) for s, one in enumerate(rows)])
+    runs = [make_run("a", s, rounds=one) for s, one in enumerate(rows)]
+    groups, looks = both(runs)
     for picture in (
         rank_figures.plot_ranks(groups, looks),
         lora_figures.plot_training_loss(groups, looks),
-        *next(iter(draw_all(groups, looks)))[1],
+        *next(iter(draw_figures(runs)))[1],
     ):
         for axes in picture.figure.axes if picture is not None else ():
             for least, most in drawn_bands(axes) if "over rounds" in picture.title else ():

@@ -243,7 +243,9 @@ def test_one_folder_has_all_figures_and_a_contact_sheet(make_run, tmp_path, monk
     for run in runs:
         run.config["title"] = f"Title of {run.config['name']}"
     few = (figures.plot_accuracy, figures.plot_clients)
-    monkeypatch.setattr(gallery, "draw_all", lambda *some: [("", [plot(*some) for plot in few])])
+    monkeypatch.setattr(
+        gallery, "draw_all", lambda one, looks: [("", [plot(one.groups, looks) for plot in few])]
+    )
     made = save_figures(runs, tmp_path / "f", ["pdf", "svg"])
     assert {path.parent for path in made} == {tmp_path / "f"}
     assert sorted([*(path.name for path in made), "index.html"]) == sorted(

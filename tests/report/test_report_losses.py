@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 from report_runs import (
-    both,
     cells,
     draw,
+    draw_figures,
     findings_of,
     in_clusters,
     legend_of,
@@ -29,7 +29,6 @@ from scipy import stats
 from fedlowrank.report import comparison, write_report
 from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.figures import rank_figures
-from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.sentences import describe_setting, find_warnings
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.measures import ACCURACY, LOSS
@@ -198,7 +197,7 @@ class TestInsteadOfAccuracy:
             for m, low in (("fedavg", 0.1), ("slr", 0.2))
             for s in (0, 1)
         ]
-        ((_, drawn),) = draw_all(*both(runs))
+        ((_, drawn),) = draw_figures(runs)
         by = {picture.title: picture for picture in drawn}
         assert list(by) == [
             "Test loss of each method", "Test loss over rounds", "Test loss over communication", "Spread over clients",

@@ -5,12 +5,11 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from report_runs import both, draw, legend_of, rounds_of, two_series
+from report_runs import both, draw, draw_figures, legend_of, rounds_of, two_series
 from scipy import stats
 
 from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.figures import rank_figures
-from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import DASHES, make_styles, to_svg
 
 
@@ -261,7 +260,7 @@ def rich(make_run):
 
 @pytest.mark.full
 def test_order_in_the_gallery_and_sound_svg(make_run):
-    ((_, drawn),) = draw_all(*both(rich(make_run)))
+    ((_, drawn),) = draw_figures(rich(make_run))
     assert [picture.title for picture in drawn] == [
         "Accuracy of each method", "Accuracy over rounds", "Accuracy over communication", "Spread over clients",
             "Accuracy relative to fedavg",

@@ -19,9 +19,8 @@ from report_runs import (
 from fedlowrank.report import comparison, to_latex
 from fedlowrank.report.figures import comparison_figures as figures
 from fedlowrank.report.findings import state_headline
-from fedlowrank.report.statistics.groups import group_runs
+from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.modes import find_modes
-from fedlowrank.report.statistics.paired import make_families
 from fedlowrank.report.statistics.run_statistics import RunStatistics
 
 TRUTH = [0, 0, 0, 1, 1, 1]
@@ -121,7 +120,7 @@ def test_success_rate_stands_instead_of_the_interval(make_run, tmp_path):
     (text,) = findings_of(runs)
     assert "88.9 %: at least 93.0 % in 4 of 5 seeds and at most 67.0 % in the other." in text
     assert "Seeds of a succeed or fail" in text
-    card = state_headline(make_families(group_runs(runs)))
+    card = state_headline(read_experiments(runs)[0].families)
     assert card[:4] == ("a", "≥ 93.0 %", "in 4 of 5 seeds", "test accuracy; other seeds fail")
     for written in (text_of(table, all_tables=False), page_of(runs, tmp_path)):
         assert "4 of 5 ≥ 93.00" in written

@@ -13,8 +13,8 @@ from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
 from fedlowrank.report.findings import state_headline
 from fedlowrank.report.page import card_widths
+from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
-from fedlowrank.report.statistics.paired import make_families
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -146,7 +146,7 @@ def test_rows_of_cards_are_full():
 
 def numbers_of(runs):
     """The texts of the card of runs, and all numbers in them."""
-    card = state_headline(make_families(group_runs(runs)))
+    card = state_headline(read_experiments(runs)[0].families)
     return card, re.findall(r"\d[\d.]*", " ".join(card).replace("95 % interval", ""))
 
 
@@ -174,7 +174,7 @@ def test_a_card_has_one_number_and_its_interval(make_run, written):
     assert numbers_of(sweep)[0][:3] == ("a", "2 of 3", "settings")
     (shown,) = re.findall(r'(?s)<div class="card whole">\s*<div>(.*?)</div>', written(runs))
     parts = [one.strip() for one in re.sub(r"<[^>]*>", "|", shown).replace("\xa0", " ").split("|")]
-    assert [one for one in parts if one] == list(state_headline(make_families(group_runs(runs))))
+    assert [one for one in parts if one] == list(state_headline(read_experiments(runs)[0].families))
 
 
 @pytest.mark.usefixtures("words_only")

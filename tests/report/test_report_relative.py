@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from report_runs import both, draw, legend_of, rounds_of, two_series
+from report_runs import both, draw, draw_figures, legend_of, rounds_of, two_series
 
 from fedlowrank.report.figures import rank_figures
-from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.figures.style import palette_color
 
 PLOT, SIZE = rank_figures.plot_relative_accuracy, rank_figures.plot_model_size
@@ -98,10 +97,7 @@ class TestRelative:
             for m, value in (("fedavg", 0.1), ("b", 0.4))
             for k in (1, 2)
         ]
-        groups, looks = both(runs)
-        drawn = [
-            picture for _, some in draw_all(groups, looks) for picture in some if "relative" in picture.title
-        ]
+        drawn = [picture for _, some in draw_figures(runs) for picture in some if "relative" in picture.title]
         assert [medians(picture) for picture in drawn] == [{0: pytest.approx(30)}] * 2
 
     @pytest.mark.full

@@ -11,6 +11,7 @@ from report_runs import (
     both,
     cells,
     draw,
+    draw_figures,
     in_clusters,
     legend_of,
     one_hot,
@@ -23,7 +24,7 @@ from scipy import stats
 
 from fedlowrank.report import comparison, write_report
 from fedlowrank.report.figures import cluster_figures
-from fedlowrank.report.figures.gallery import draw_all, save_figures
+from fedlowrank.report.figures.gallery import save_figures
 from fedlowrank.report.figures.style import to_svg
 from fedlowrank.report.sentences import collapse_warnings, find_collapse, find_warnings
 from fedlowrank.report.statistics.groups import group_runs
@@ -303,7 +304,7 @@ class TestHeatMap:
             for m, t in (("a", "Mix"), ("b", "Mix π*"))
             for s in (0, 1)
         ]
-        ((_, drawn),) = draw_all(*both(runs))
+        ((_, drawn),) = draw_figures(runs)
         assert [one.title for one in drawn if "outes" in one.title or "recovery" in one.title] == [
             "Cluster recovery over rounds", "Routes: Mix", "Routes: Mix π*",
         ]  # fmt: skip

@@ -8,9 +8,10 @@ from report_runs import cells, findings_of, members, page_of, regression_of, rou
 from scipy import stats
 
 from fedlowrank.report import comparison
+from fedlowrank.report.statistics.experiments import read_experiments
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.measures import ACCURACY
-from fedlowrank.report.statistics.paired import make_families, paired_differences
+from fedlowrank.report.statistics.paired import paired_differences
 from fedlowrank.report.statistics.significance import compare_over_clients, compare_over_seeds, correct_holm
 from fedlowrank.report.tables.comparison_tables import comparison_markdown
 
@@ -170,7 +171,7 @@ def test_a_family_is_one_setting_of_the_methods(make_run):
         for k in (1, 2) for m in ("a", "b") for s in (0, 1, 2)
         for top, gaps in (({"a": 0.6, "b": 0.5}, (0.01, 0.0, 0.02)),)
     ]  # fmt: skip
-    families = make_families(group_runs(runs))
+    families = read_experiments(runs)[0].families
     assert [(family.text, family.best.short, len(family.others)) for family in families] == [
         ("k = 1", "a", 1),
         ("k = 2", "a", 1),

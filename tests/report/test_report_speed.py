@@ -3,11 +3,10 @@
 from collections import Counter
 
 import pytest
-from report_runs import both, curve, in_clusters, with_routes
+from report_runs import curve, draw_figures, in_clusters, with_routes
 
 from fedlowrank.cli.main import main
 from fedlowrank.report.figures.chart import POINTS, TIPS
-from fedlowrank.report.figures.gallery import draw_all
 from fedlowrank.report.tables import comparison_tables as tables
 from fedlowrank.results import measurements, records
 from fedlowrank.results.measurements import Measurements
@@ -53,7 +52,7 @@ def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_lines_have_a_bounded_number_of_points_with_both_ends(make_run):
-    ((_, pictures),) = draw_all(*both([long_run(make_run, "a", seed) for seed in (0, 1)]))
+    ((_, pictures),) = draw_figures([long_run(make_run, "a", seed) for seed in (0, 1)])
     (curve,) = [picture for picture in pictures if picture.place == "curve"]
     assert "Of each line at most 250 rounds are drawn" in curve.caption
     assert len(curve.tips) == TIPS

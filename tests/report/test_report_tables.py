@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from report_runs import cells, page_of, rounds_of, rows_of, text_of, titles_of
 
+from fedlowrank.core.io.text import on_one_line
 from fedlowrank.report import comparison
 from fedlowrank.report.tables.comparison_tables import comparison_markdown, to_csv
 from fedlowrank.report.tables.number_formats import (
@@ -23,7 +24,6 @@ from fedlowrank.report.tables.number_formats import (
     format_si_pair,
     format_signed,
     format_tick,
-    on_one_line,
 )
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}

@@ -7,12 +7,22 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from report_runs import cells, draw, legend_of, members, page_of, rounds_of, rows_of, text_of, titles_of
+from report_runs import (
+    cells,
+    draw,
+    draw_figures,
+    legend_of,
+    members,
+    page_of,
+    rounds_of,
+    rows_of,
+    text_of,
+    titles_of,
+)
 
 from fedlowrank.core.key import Key
 from fedlowrank.report import comparison, save_figures
 from fedlowrank.report.figures import trust_figures
-from fedlowrank.report.figures.gallery import draw_all, method_styles
 from fedlowrank.report.sentences import describe_setting
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.tables.comparison_tables import to_csv
@@ -248,10 +258,7 @@ def test_nothing_changes_for_runs_without_any_of_it(make_run, tmp_path):
     assert not re.search("honest|hostile|epsilon|backdoor", " ".join(tables[1].frame))
     assert titles_of(tables[0]) == titles_of(tables[1])
     assert "trust" not in tables[1].blocks
-    drawn = [
-        [p.title for _, some in draw_all(g, method_styles(g)) for p in some]
-        for g in map(group_runs, ([old], [new]))
-    ]
+    drawn = [[p.title for _, some in draw_figures([run]) for p in some] for run in (old, new)]
     assert drawn[0] == drawn[1]
     assert not re.search("rivacy|lipping", " ".join(drawn[1]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .figures.gallery import save_figures
 from .page import write_report
-from .statistics.groups import in_order
+from .statistics.experiments import in_order
 from .tables.comparison_tables import Comparison, comparison, render_terminal
 from .tables.latex import to_latex
 from .tables.value_rows import write_values

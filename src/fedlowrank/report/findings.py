@@ -10,10 +10,10 @@ from typing import NamedTuple
 from .statistics.groups import RunGroup
 from .statistics.measures import Measure
 from .statistics.modes import Modes
-from .statistics.paired import Family, Versus, make_families
+from .statistics.paired import Family, Versus
 from .statistics.run_statistics import Estimate
 from .statistics.significance import ALPHA
-from .tables.number_formats import MISSING, format_p, format_signed, join_words
+from .tables.number_formats import MISSING, format_p, format_signed
 
 ONE_SEED = "A test over the clients of one seed says nothing about other seeds."
 NAMED = 3  # most methods that a sentence names one by one
@@ -40,17 +40,12 @@ class Headline(NamedTuple):
     claim: str  # how the other methods compare, without numbers; may be empty
 
 
-def state_findings(groups: Sequence[RunGroup]) -> list[Finding]:
+def state_findings(families: Sequence[Family]) -> list[Finding]:
     """What the runs of one experiment show, and how sure it is.
 
     Returns:
         One finding; of a sweep over several methods, how often each leads and then one finding a setting.
     """
-    return describe_families(make_families(groups))
-
-
-def describe_families(families: Sequence[Family]) -> list[Finding]:
-    """The findings of :func:`state_findings` for the families of one experiment."""
     if len(families) == 1:
         return [_describe(families[0])]
     texts = [(family.text or "Without variation", _describe(family)) for family in families]
@@ -128,7 +123,9 @@ def _describe(family: Family) -> Finding:
 
 def _describe_groups(family: Family) -> str:
     """In how many seeds the methods that choose clusters find all groups of clients."""
-    known = [(_name(group, family), found) for group, _ in family.ranked if (found := group.groups_found())]
+    known = [
+        (_name(group, family), found) for group, result in family.ranked if (found := result.groups_found)
+    ]
     texts = [f"by {name} in {k} of {n} seed{'s' * (n > 1)}" for name, (k, n) in known]
     return f"All groups of clients are found {join_words(texts)}." if texts else ""
 
@@ -229,3 +226,8 @@ def _list(others: Sequence[Versus], family: Family) -> str:
     if len(names) > NAMED + 1:
         names = [*names[:NAMED], f"{len(names) - NAMED} others"]
     return join_words(names)
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Words as a list in a sentence, such as ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -8,58 +8,39 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from ..core.io.text import on_one_line
 from ..results.measurements import TRAINING_LOSS
 from ..results.records import RunRecord
-from .statistics.groups import (
-    RunGroup,
-    by_experiment,
-    by_variation,
-    measure_of,
-    predicts_tokens,
-    vary_text,
-    with_token_names,
-)
+from .statistics.experiments import ComparedExperiment
+from .statistics.groups import RunGroup
 from .statistics.measures import ACCURACY, LOSS, Measure
 from .statistics.run_statistics import Estimate, RunStatistics, curve_over_seeds, estimate, half_width
-from .tables.number_formats import on_one_line
 from .tables.text_table import TableColumn, TextTable
-
-
-def recorded_ranks(run: RunRecord) -> dict[int, int]:
-    """The LoRA rank of each client that has one."""
-    return {i: rank for i, rank in run.measurements.column("rank").items() if type(rank) is int and rank > 0}
 
 
 def has_adapters(groups: Sequence[RunGroup]) -> bool:
     """Whether any run has adapters, a language model, or clients with ranks of their own."""
     runs = [run.record for group in groups for run in group.runs]
     named = ("lora", "language")
-    return any(any(run.section(name) for name in named) or recorded_ranks(run) for run in runs)
+    return any(any(run.section(name) for name in named) or run.ranks for run in runs)
 
 
-def rank_measure(groups: Sequence[RunGroup]) -> Measure:
-    """The measure for clients of different ranks: loss of language models and regressions, else accuracy."""
-    is_language = all(predicts_tokens(group.first) for group in groups)
-    return with_token_names(LOSS, groups) if is_language else measure_of(groups)
-
-
-def scores_by_rank(group: RunGroup, series: str, measure: Measure | None = None) -> pd.DataFrame:
+def scores_by_rank(group: RunGroup, series: str, measure: Measure) -> pd.DataFrame:
     """Results of a series by rank of the client at the last evaluated round, the largest rank first.
 
     Returns:
         Indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n``
         (seeds), and ``least`` and ``most`` (clients of this rank in a seed).
     """
-    measure = measure or rank_measure([group])
     seeds = []
     for run in group.runs:
         values = run.client_values(series, measure)
-        ranks = pd.Series(recorded_ranks(run.record), dtype=np.float64).reindex(values.index)
+        ranks = pd.Series(run.record.ranks, dtype=np.float64).reindex(values.index)
         seeds.append(values.groupby(ranks).agg(["mean", "size"]))
     by_rank = pd.concat(seeds).groupby(level=0)
     table = by_rank["mean"].agg(["mean", "std", "size"])
@@ -68,32 +49,29 @@ def scores_by_rank(group: RunGroup, series: str, measure: Measure | None = None)
     return table.assign(least=by_rank["size"].min(), most=by_rank["size"].max()).sort_index(ascending=False)
 
 
-def rank_series(groups: Sequence[RunGroup]) -> list[tuple[RunGroup, str, pd.DataFrame]]:
+def rank_series(groups: Sequence[RunGroup], measure: Measure) -> list[tuple[RunGroup, str, pd.DataFrame]]:
     """Every series of every group with its results by rank; none unless there are clients of two ranks."""
-    if not any(recorded_ranks(run.record) for group in groups for run in group.runs):
+    if not any(run.record.ranks for group in groups for run in group.runs):
         return []
-    measure = rank_measure(groups)
     found = [(group, name, scores_by_rank(group, name, measure)) for group in groups for name in group.series]
     found = [one for one in found if len(one[2])]
     return found if len({rank for *_, scores in found for rank in scores.index}) > 1 else []
 
 
-def rank_tables(groups: Sequence[RunGroup]) -> list[TextTable]:
+def rank_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
     """A table for each experiment and varied value: a row for each rank, a column for each model."""
     tables = []
-    experiments = by_experiment(groups)
-    for name, members in experiments.items():
-        for text, some in by_variation(members).items():
-            where = [f"in {name}"] * (len(experiments) > 1) + [f"with {text}"] * bool(text)
-            if found := rank_series(some):
-                tables.append(_rank_table(some, found, " ".join(["", *where])))
+    for experiment in experiments:
+        for text, some in experiment.variations.items():
+            where = [f"in {experiment.name}"] * (len(experiments) > 1) + [f"with {text}"] * bool(text)
+            if found := rank_series(some, experiment.measure):
+                tables.append(_rank_table(experiment.measure, found, " ".join(["", *where])))
     return tables
 
 
 def _rank_table(
-    groups: Sequence[RunGroup], found: Sequence[tuple[RunGroup, str, Any]], where: str
+    measure: Measure, found: Sequence[tuple[RunGroup, str, pd.DataFrame]], where: str
 ) -> TextTable:
-    measure = rank_measure(groups)
     rows = []
     for rank in sorted({rank for *_, scores in found for rank in scores.index}, reverse=True):
         here = [scores.loc[rank] if rank in scores.index else None for *_, scores in found]
@@ -102,7 +80,7 @@ def _rank_table(
         pairs = [(math.nan, math.nan) if score is None else (score["mean"], score["ci"]) for score in here]
         cells = [measure.format_pair(*pair) for pair in pairs]
         rows.append((f"{rank:.0f}", str(least) if least == most else f"{least}–{most}", *cells))
-    several = any(len(group.series) > 1 for group in groups)
+    several = any(len(group.series) > 1 for group, *_ in found)
     heads = [f"{group.short}: {on_one_line(name)}" if several else group.short for group, name, _ in found]
     seeds = max(int(scores["n"].max()) for *_, scores in found)
     note = f"Mean {measure.noun} over the clients of each rank at the last evaluated round"
@@ -125,12 +103,12 @@ def adapter_row(group: RunGroup) -> dict[str, float]:
     series end in a point and its name.
     """
     row: dict[str, float] = {}
-    by_series = {name: scores for _, name, scores in rank_series([group])}
-    kind = "loss" if rank_measure([group]).is_loss else "accuracy"
+    by_series = {name: scores for _, name, scores in rank_series([group], group.measure)}
+    kind = "loss" if group.measure.is_loss else "accuracy"
     for name in group.series:
         end = "" if name == group.headline else f".{on_one_line(name)}"
         loss = group.final(name, LOSS)
-        if predicts_tokens(group.first) and loss is not None:
+        if group.first.predicts_tokens and loss is not None:
             row[f"perplexity{end}"] = perplexity(loss.mean)
         if name in by_series:
             row |= {f"{kind}_rank_{rank:.0f}{end}": mean for rank, mean in by_series[name]["mean"].items()}
@@ -144,7 +122,7 @@ def perplexity(loss: float) -> float:
 
 def format_ranks(run: RunRecord) -> str:
     """The ranks of the clients with how many have each, such as ``8 × 2, 4``; empty if none has one."""
-    counts = Counter(recorded_ranks(run).values())
+    counts = Counter(run.ranks.values())
     ordered = sorted(counts.items(), reverse=True)
     return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
 
@@ -229,23 +207,6 @@ def model_size(group: RunGroup, series: str) -> tuple[Estimate, Estimate] | None
             deviations.append(sizes["std"])
     mean, std = estimate(means), estimate(deviations)
     return (mean, std) if mean and std else None
-
-
-def sizes_differ(groups: Sequence[RunGroup]) -> bool:
-    """Whether some client's model changes its size over methods, series or rounds of one setting.
-
-    Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied
-    values are apart: that a larger architecture has more parameters is no news.
-    """
-    settings: dict[str, list[pd.DataFrame]] = {}
-    for group in groups:
-        of_setting = settings.setdefault(f"{group.experiment} {vary_text(group.vary)}", [])
-        of_setting += [
-            run.table.of_clients("parameters", series)
-            for run in group.runs
-            for series in run.table.series("parameters", "")
-        ]
-    return any((pd.concat(tables).nunique() > 1).any() for tables in settings.values() if tables)
 
 
 def rank_curves(group: RunGroup) -> dict[str, RankCurve]:

@@ -14,15 +14,16 @@ from markupsafe import Markup
 
 from ..core.errors import ConfigError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..core.io.text import on_one_line
 from ..results.records import RunRecord
 from .figures.gallery import draw_all, method_styles
 from .figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from .findings import state_headline
-from .sample_texts import answers_markdown, list_answers
-from .sentences import count, describe_setting, find_warnings, warn_of_mixture
-from .statistics.groups import SECTIONS, RunGroup, by_experiment, experiment_name, group_runs, value_text
-from .tables.comparison_tables import Comparison, compare_groups, comparison_markdown, to_csv
-from .tables.number_formats import on_one_line
+from .sentences import count, describe_setting, find_warnings
+from .statistics.experiments import read_experiments
+from .statistics.groups import RunGroup
+from .statistics.setting_names import SECTIONS, value_text
+from .tables.comparison_tables import Comparison, compare_experiments, comparison_markdown, to_csv
 
 TITLES = 3  # most experiments that the title of a page names
 
@@ -39,7 +40,7 @@ def write_report(
         runs: in the order in which methods appear; runs of several experiments get a section each.
         out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
         target: accuracy in (0, 1] for the columns "to target"; None for a default, see
-            :func:`fedlowrank.report.statistics.groups.choose_target`.
+            :func:`fedlowrank.report.statistics.accuracy_target.choose_target`.
         command: command line that makes these runs again, for the reader.
         figures: contact sheet that :func:`fedlowrank.report.save_figures` writes, to which the page links.
 
@@ -49,11 +50,9 @@ def write_report(
     """
     if not runs:
         raise ConfigError("a report needs at least one run")
-    groups = group_runs(runs, target)
-    table, warning = compare_groups(groups), warn_of_mixture(groups)
-    markdown = (f"> {warning}\n\n" if warning else "") + comparison_markdown(table)
-    markdown += answers_markdown(list_answers(groups))
-    downloads = {"csv": to_csv(table), "md": markdown}
+    experiments = read_experiments(runs, target)
+    table = compare_experiments(experiments)
+    downloads = {"csv": to_csv(table), "md": comparison_markdown(table)}
     sheet = "" if figures is None else quote(Path(os.path.relpath(figures, out.parent)).as_posix())
     text = render_page(table, runs, command, downloads, sheet)
     with as_checkpoint_error(f"cannot make {out.parent}"):
@@ -76,11 +75,8 @@ def render_page(
         downloads: texts of the files that the page offers, by their ending.
         sheet: address of a contact sheet of all figures, if there is one.
     """
-    here, styles, groups = files(__package__), method_styles(table.groups), table.groups
-    experiments = by_experiment(groups)
-    parts = (
-        [table] if len(experiments) == 1 else [compare_groups(members) for members in experiments.values()]
-    )
+    here, styles, experiments = files(__package__), method_styles(table.groups), table.experiments
+    parts = [table] if len(experiments) == 1 else [compare_experiments([one]) for one in experiments]
     sections = [_describe(part, styles, f"e{i}") for i, part in enumerate(parts)]
     page = {
         "title": _join_titles([one["title"] for one in sections]),
@@ -93,7 +89,7 @@ def render_page(
             for kind, text in downloads.items()
         ],
         "sheet": sheet,
-        "warning": warn_of_mixture(groups),
+        "warning": table.mixture,
         "joined": [one for one in table.sweeps if one.experiments > 1],
         "sections": [
             one | {"width": width} for one, width in zip(sections, card_widths(len(sections)), strict=True)
@@ -101,7 +97,7 @@ def render_page(
         "command": command,
         "versions": list(dict.fromkeys(_format_versions(run) for run in runs)),
         "folders": count(len(runs), "run folder"),
-        "experiments": list(dict.fromkeys(map(experiment_name, runs))),
+        "experiments": [experiment.name for experiment in experiments],
     }
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((here / "page.html.j2").read_text())
@@ -110,8 +106,8 @@ def render_page(
 
 def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
-    groups, first = table.groups, table.groups[0].first
-    name = groups[0].experiment
+    (experiment,) = table.experiments
+    groups, first = experiment.groups, experiment.groups[0].first
     shared = {part: first.section(part) for part in SECTIONS}
     # Markup: the drawings are XML with all text escaped.
     drawn = [
@@ -119,24 +115,24 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
             heading,
             [(one, Markup(to_svg(one.figure, f"{prefix}-{i}-{k}", one.tips))) for k, one in enumerate(some)],
         )
-        for i, (heading, some) in enumerate(draw_all(groups, styles))
+        for i, (heading, some) in enumerate(draw_all(experiment, styles))
     ]
     placed = {one.place: (one, svg) for _, some in drawn for one, svg in some if one.place}
     further = [(heading, [pair for pair in some if not pair[0].place]) for heading, some in drawn]
-    findings = table.findings[name]
+    findings = table.findings[experiment.name]
     return {
         "anchor": prefix,
-        "name": name,
-        "title": on_one_line(first.config.get("title") or name),
+        "name": experiment.name,
+        "title": experiment.title,
         "paper": on_one_line(first.config.get("paper") or ""),
         "setting": describe_setting(groups),
-        "card": state_headline([family for family in table.families if family.experiment == name]),
+        "card": state_headline(experiment.families),
         "finding": findings[0],
         "findings": findings[1:],
         "warnings": find_warnings(groups),
         "summary": table.summary,
         "sweeps": table.sweeps,
-        "answers": list_answers(groups),
+        "answers": table.answers,
         "tables": [*table.blocks.values(), *table.ranks],
         "footnotes": table.footnotes,
         "result": placed.get("result"),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .statistics.groups import RunGroup
-from .tables.number_formats import on_one_line
 
 
 class AnswerRow(NamedTuple):
@@ -32,7 +31,7 @@ def list_answers(groups: Sequence[RunGroup]) -> list[AnswerRow]:
         answers = group.first.answers
         last = max((row["round"] for row in answers), default=0)
         for row in answers:
-            prompt, text = on_one_line(row["prompt"]), on_one_line(row["answer"])
+            prompt, text = row["prompt"], row["answer"]
             if row["round"] == 0:
                 before.setdefault(prompt, text)
             elif row["round"] == last:
@@ -43,12 +42,3 @@ def list_answers(groups: Sequence[RunGroup]) -> list[AnswerRow]:
             rows.append(AnswerRow(prompt, "before", before[prompt]))
         rows += after.get(prompt, [])
     return rows
-
-
-def answers_markdown(rows: Sequence[AnswerRow]) -> str:
-    """The answers as a table; empty without any."""
-    if not rows:
-        return ""
-    lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]
-    cells = [[text.replace("\\", "\\\\").replace("|", "\\|") for text in row] for row in rows]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ..core.io.text import on_one_line
 from ..results.measurements import Floats
 from ..results.records import RunRecord
 from .low_rank import format_ranks
-from .statistics.groups import SECTIONS, RunGroup, last_part, seed_of, settings_of, value_text
+from .statistics.experiments import ComparedExperiment
+from .statistics.groups import RunGroup
 from .statistics.measures import ACCURACY, LOSS
-from .tables.number_formats import format_percent, on_one_line
+from .statistics.setting_names import SECTIONS, last_part, value_text
+from .tables.number_formats import format_percent
 from .trust import describe_trust
 
 _SAMPLING = {
@@ -61,7 +64,7 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
     coin = _SAMPLING.get(str(parts["run"].get("sampling")), "")
     found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}{coin}.")
     found += describe_trust(run)
-    seeds = list(dict.fromkeys(seed_of(one.record) for group in groups for one in group.runs))
+    seeds = list(dict.fromkeys(one.record.seed for group in groups for one in group.runs))
     number = count(len(seeds), "seed") if len(seeds) > 1 else "One seed"
     found.append(f"{number}: {', '.join(seeds)}.")
     varied = []
@@ -89,11 +92,11 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     for group in groups:
         repeated = "was given more than once; its first run counts."
         found += [f"{group.label}: seed {seed} {repeated}" for seed in group.repeated]
-        status = [f"seed {seed_of(run.record)} {run.status}" for run in group.runs if run.status]
+        status = [f"seed {run.record.seed} {run.status}" for run in group.runs if run.status]
         if status:
             found.append(f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has.")
         found += [
-            f"{group.label}: seed {seed_of(run.record)} {message}."
+            f"{group.label}: seed {run.record.seed} {message}."
             for run in group.runs
             if not run.status and (message := str(run.record.status.get("message", "")))
         ]
@@ -123,7 +126,7 @@ def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:
     """A warning for each group with a router that chose one cluster for all clients, with what may help."""
     warnings = []
     for group in groups:
-        found = [(seed_of(run.record), *last) for run in group.runs if (last := _collapse(run.record))]
+        found = [(run.record.seed, *last) for run in group.runs if (last := _collapse(run.record))]
         if found:
             _, at, clusters, clients, _ = found[0]
             where = ", ".join(f"seed {seed}: cluster {cluster}" for seed, *_, cluster in found)
@@ -173,7 +176,7 @@ def _collapse(run: RunRecord) -> tuple[int, int, int, int] | None:
 def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     """Settings, other than methods and what is varied, in which the runs of one experiment differ."""
     varied = {last_part(key) for group in groups for key, _ in group.vary}
-    every = [settings_of(run.record) for group in groups for run in group.runs]
+    every = [run.settings for group in groups for run in group.runs]
     found = []
     for key in dict.fromkeys(key for one in every for key in one):
         values = dict.fromkeys(one.get(key, "none") for one in every)
@@ -182,9 +185,9 @@ def _find_differences(groups: Sequence[RunGroup]) -> list[str]:
     return [f"The runs differ in more than their methods: {'; '.join(found)}."] if found else []
 
 
-def warn_of_mixture(groups: Sequence[RunGroup]) -> str:
+def warn_of_mixture(experiments: Sequence[ComparedExperiment]) -> str:
     """A warning if runs of several experiments stand on one page, else nothing."""
-    names = list(dict.fromkeys(group.experiment for group in groups))
+    names = [experiment.name for experiment in experiments]
     if len(names) < 2:
         return ""
     return (

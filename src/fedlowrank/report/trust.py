@@ -8,12 +8,13 @@ from typing import Any
 
 import pandas as pd
 
+from ..core.io.text import on_one_line
 from ..results.records import RunRecord
 from ..rounds.participation.participants import round_half_up
 from .statistics.groups import RunGroup
 from .statistics.measures import MEASURES
 from .statistics.run_statistics import RunStatistics, curve_over_seeds, estimate
-from .tables.number_formats import format_number, on_one_line
+from .tables.number_formats import format_number
 
 RULES = {
     "median": "the median of each coordinate",

@@ -18,6 +18,8 @@ from pydantic_core import from_json
 
 from ..core.errors import CheckpointError
 from ..core.io.atomic_files import as_checkpoint_error
+from ..core.io.text import on_one_line
+from ..core.learning.losses import Loss
 from ..storage.digest import read_sealed
 from ..storage.run_files import (
     FORMAT,
@@ -35,6 +37,9 @@ from .measurements import ACCURACY, COSTS, LOSS, TRAINING_LOSS, Block, Measureme
 
 NO_RECORD = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 """What :meth:`RoundRecord.from_json` raises where a line is none of its own."""
+
+NOT_SETTINGS = ("seed", "target")
+"""Keys of ``run.json`` that make no other setting of a run."""
 
 logger = logging.getLogger(__name__)
 
@@ -241,9 +246,53 @@ class RunRecord:
         return value if isinstance(value, dict) else {}
 
     @cached_property
+    def experiment(self) -> str:
+        """Name of its experiment."""
+        return on_one_line(self.config.get("name") or self.folder.name)
+
+    @cached_property
+    def title(self) -> str:
+        """Title of its experiment, for people."""
+        return on_one_line(self.config.get("title") or self.experiment)
+
+    @cached_property
+    def method(self) -> str:
+        """Name of its method, as the reference numbers call it."""
+        return on_one_line(self.section("method").get("name") or "unnamed")
+
+    @cached_property
+    def method_title(self) -> str:
+        """Title of its method, for people."""
+        return on_one_line(self.section("method").get("title") or self.method)
+
+    @cached_property
+    def seed(self) -> str:
+        """Its seed as text."""
+        return on_one_line(self.section("run").get("seed", "?"))
+
+    @cached_property
+    def vary(self) -> tuple[tuple[str, Any], ...]:
+        """The varied settings with their values; seeds are not settings."""
+        settings = ((on_one_line(key), value) for key, value in self.section("vary").items())
+        return tuple((key, value) for key, value in settings if key.rpartition(".")[2] not in NOT_SETTINGS)
+
+    @cached_property
+    def ranks(self) -> dict[int, int]:
+        """The LoRA rank of each client that has one."""
+        known = self.measurements.column("rank").items()
+        return {client: rank for client, rank in known if type(rank) is int and rank > 0}
+
+    @cached_property
+    def predicts_tokens(self) -> bool:
+        """Whether its models are language models that predict tokens, and not classes."""
+        compares = Loss((self.config.get("loss") or {}).get("kind", "auto")).compares_texts
+        return bool(self.section("language")) and not self.config.get("classes") and not compares
+
+    @cached_property
     def answers(self) -> list[dict[str, Any]]:
-        """Answers of language models to fixed prompts, before and after; none in most runs."""
-        return read_answers(self.folder)
+        """Answers of language models to fixed prompts, before and after, each on one line; none in most runs."""
+        texts = ("prompt", "answer")
+        return [row | {key: on_one_line(row[key]) for key in texts} for row in read_answers(self.folder)]
 
     @cached_property
     def measurements(self) -> Measurements:

@@ -1,4 +1,4 @@
-"""Text in files that people write: its encoding, and where in a file something is wrong."""
+"""Text that people wrote: its encoding, where in a file something is wrong, and names as one line."""
 
 from __future__ import annotations
 
@@ -46,3 +46,9 @@ def explain_encoding(path: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def on_one_line(text: object, limit: int = 0) -> str:
+    """A name as one line without control characters, cut to ``limit`` characters if that is not 0."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line

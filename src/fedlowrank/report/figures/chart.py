@@ -16,9 +16,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
+from ...core.io.text import on_one_line
+from ..findings import join_words
 from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure
-from ..tables.number_formats import format_si, format_tick, join_words, on_one_line
+from ..tables.number_formats import format_si, format_tick
 from .style import Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 
 Bounds = tuple[float, float]

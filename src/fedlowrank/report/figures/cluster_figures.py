@@ -12,9 +12,9 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from ...core.io.text import on_one_line
 from ...results.measurements import Floats
-from ..statistics.groups import RunGroup, seed_of
-from ..tables.number_formats import on_one_line
+from ..statistics.groups import RunGroup
 from . import chart
 from .style import INK, Picture, Styles, drawing, figure_height, figure_width, make_styles
 
@@ -113,7 +113,7 @@ def _plot_routes(group: RunGroup) -> Picture | None:
         f"Heat maps of the shares of {clusters} clusters at {clients} clients under {group.short}, at "
         f"{len(shown)} of the evaluated rounds. At round {known[-1]}, clients with their largest share at "
         f"cluster 0, 1, ...: {', '.join(map(str, chosen))}.",
-        f"Share of each cluster (columns) at each client (rows), seed {seed_of(run)}, from round {shown[0]} "
+        f"Share of each cluster (columns) at each client (rows), seed {run.seed}, from round {shown[0]} "
         f"to round {shown[-1]}. Clients are sorted by {sorted_by}. The method's clusters have no order: a "
         f"good router gives the clients of one true cluster one column, whichever it is.{notes}",
     )

@@ -16,10 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.cbook import boxplot_stats
 from matplotlib.patches import Rectangle
 
-from ..statistics.groups import RunGroup, last_part, measure_of, value_text, with_token_names
+from ...core.io.text import on_one_line
+from ..statistics.groups import RunGroup, measure_of, with_token_names
 from ..statistics.measures import ACCURACY, LOSS, Measure
 from ..statistics.run_statistics import Estimate, estimate, format_estimate
-from ..tables.number_formats import format_si, on_one_line
+from ..statistics.setting_names import last_part, value_text
+from ..tables.number_formats import format_si
 from . import chart
 from .style import INK, Picture, Style, Styles, Tip, add_legend, drawing, new_figure
 

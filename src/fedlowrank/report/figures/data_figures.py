@@ -11,10 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from ...core.io.text import on_one_line
 from ...results.records import RunRecord
 from ...storage.run_files import read_representations
-from ..statistics.groups import RunGroup, seed_of
-from ..tables.number_formats import on_one_line
+from ..statistics.groups import RunGroup
 from .chart import space_evenly
 from .style import (
     INK,
@@ -118,7 +118,7 @@ def _plot_embedding(
         f"Representations: {group.short}",
         f"t-SNE map of {some} test representations of {group.short}, {len(np.unique(label))} classes, "
         f"{len(np.unique(client))} clients.",
-        f"t-SNE of {some} test representations at the end of training, seed {seed_of(group.first)}.",
+        f"t-SNE of {some} test representations at the end of training, seed {group.first.seed}.",
         small=True,
     )
 
@@ -181,7 +181,7 @@ def plot_class_counts(run: RunRecord) -> Picture | None:
         "Classes at each client",
         f"Dot chart of training examples by class and client: {len(counts)} clients with {present} classes "
         f"and {sizes} training examples each.",
-        f"Training examples of each class at each client, seed {seed_of(run)}; the area of a dot grows with "
+        f"Training examples of each class at each client, seed {run.seed}; the area of a dot grows with "
         f"their number, the largest is {n.max()}.{cut}",
     )
 

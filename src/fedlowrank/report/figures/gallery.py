@@ -15,8 +15,8 @@ from jinja2 import Environment
 from ...core.io.atomic_files import as_checkpoint_error, write_atomically
 from ...methods import METHODS
 from ...results.records import RunRecord
-from ..statistics.groups import RunGroup, by_experiment, by_variation, group_runs, measure_of
-from ..tables.number_formats import on_one_line
+from ..statistics.experiments import ComparedExperiment, read_experiments
+from ..statistics.groups import RunGroup, measure_of
 from . import cluster_figures, data_figures, lora_figures, rank_figures, time_figures, trust_figures
 from . import comparison_figures as figures
 from .style import Picture, Style, Styles, Width, drawing, drawing_width, final_colors, make_styles
@@ -42,15 +42,15 @@ def method_styles(groups: Sequence[RunGroup]) -> dict[str, Style]:
     return make_styles([short for *_, short in order])
 
 
-def draw_all(groups: Sequence[RunGroup], styles: Styles) -> Iterator[tuple[str, list[Picture]]]:
+def draw_all(experiment: ComparedExperiment, styles: Styles) -> Iterator[tuple[str, list[Picture]]]:
     """The figures of one experiment.
 
     Yields:
         A heading, empty where there is nothing to tell apart, and the figures under it.
     """
-    if sweep := figures.plot_sweep(groups, styles):
+    if sweep := figures.plot_sweep(experiment.groups, styles):
         yield "", [replace(sweep, place="result")]
-    variations = by_variation(groups)
+    variations = experiment.variations
     for i, (text, some) in enumerate(variations.items()):
         result, curve = figures.plot_results(some, styles), _plot_curve(some, styles)
         pictures = [
@@ -108,8 +108,7 @@ def save_figures(
     Raises:
         CheckpointError: if a file cannot be written.
     """
-    groups = group_runs(runs)
-    experiments = by_experiment(groups)
+    experiments = read_experiments(runs)
     made: list[Path] = []
     sheets: list[tuple[str, list[dict[str, Any]]]] = []
     used: set[str] = set()
@@ -121,9 +120,10 @@ def save_figures(
     ):
         folder.mkdir(parents=True, exist_ok=True)
         matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
-        for name, members in experiments.items():
-            title = on_one_line(members[0].first.config.get("title") or name)
-            for heading, pictures in draw_all(members, method_styles(groups)):
+        styles = method_styles([group for experiment in experiments for group in experiment.groups])
+        for experiment in experiments:
+            name, title = experiment.name, experiment.title
+            for heading, pictures in draw_all(experiment, styles):
                 shown = []
                 for picture in pictures:
                     slug = _slug(f"{name if len(experiments) > 1 else ''} {heading} {picture.title}")
@@ -141,8 +141,7 @@ def save_figures(
                 sheets.append(
                     (": ".join(filter(None, (title if len(experiments) > 1 else "", heading))), shown)
                 )
-        only = on_one_line(groups[0].first.config.get("title") or groups[0].experiment)
-        page_title = only if len(experiments) == 1 else f"{len(experiments)} experiments"
+        page_title = experiments[0].title if len(experiments) == 1 else f"{len(experiments)} experiments"
         write_atomically(folder / SHEET, _render_sheet(page_title, sheets).encode())
     return made
 

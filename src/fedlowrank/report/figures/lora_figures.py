@@ -11,20 +11,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from ...core.io.text import on_one_line
 from ..low_rank import (
     discarded_share,
     energy,
     has_adapters,
-    rank_measure,
     rank_series,
-    recorded_ranks,
     reply_values,
     server_rank,
     training_losses,
 )
-from ..statistics.groups import RunGroup, seed_of
+from ..statistics.groups import RunGroup, measure_of
 from ..statistics.measures import LOSS
-from ..tables.number_formats import on_one_line
 from . import chart
 from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
 
@@ -44,12 +42,12 @@ SERIES = {
 @drawing()
 def plot_score_by_rank(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
-    found = rank_series(groups)
+    measure = measure_of(groups)
+    found = rank_series(groups, measure)
     names = list(dict.fromkeys(name for _, name, _ in found))[:PANELS]
     if not names:
         return None
     found = [one for one in found if one[1] in names]
-    measure = rank_measure(groups)
     methods = list(dict.fromkeys(group.short for group, *_ in found))
     tables = [scores for *_, scores in found]
     ranks = sorted({int(rank) for table in tables for rank in table.index})
@@ -103,7 +101,7 @@ def plot_replies(groups: Sequence[RunGroup]) -> list[Picture]:
 @drawing()
 def _plot_replies(group: RunGroup) -> Picture | None:
     run = group.first
-    ranks = pd.Series(recorded_ranks(run), dtype=np.int64)
+    ranks = pd.Series(run.ranks, dtype=np.int64)
     weights = reply_values(group.runs[0], "weights")
     replies = weights.notna().sum(axis=1)
     weights = weights[[client for client in weights if client in ranks]]
@@ -151,7 +149,7 @@ def _plot_replies(group: RunGroup) -> Picture | None:
         f"Weights and truncation errors: {group.short}",
         f"Two line charts against rounds for {len(weights.columns)} clients under {group.short}. In the last "
         f"round of each client, means over the clients of a rank: {texts}.",
-        f"Above: how much the reply of each client counts in a round, seed {seed_of(run)}; dotted: what it "
+        f"Above: how much the reply of each client counts in a round, seed {run.seed}; dotted: what it "
         "would if all counted the same. Below: the part of the server's update W that the client's rank has "
         f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale}. A line is a client, its color "
         "and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "

@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
+from ...core.io.text import on_one_line
 from ..low_rank import RankCurve, downlink, model_size, rank_curves
-from ..statistics.groups import RunGroup, measure_of, seed_of
-from ..tables.number_formats import format_si, on_one_line
+from ..statistics.groups import RunGroup, measure_of
+from ..tables.number_formats import format_si
 from . import chart
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
@@ -148,7 +149,7 @@ def plot_relative_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Pictur
     by_method = {group.method: group for group in reversed(judged)}
     reference = by_method.get("fedavg") or by_method.get("standalone") or judged[0]
     measure = measure_of(judged)
-    base = {seed_of(run.record): run.client_values(run.headline, measure) for run in reference.runs}
+    base = {run.record.seed: run.client_values(run.headline, measure) for run in reference.runs}
     if max(len(run.record.clients) for run in reference.runs) < CLIENTS:
         return None
     found = []
@@ -156,7 +157,7 @@ def plot_relative_accuracy(groups: Sequence[RunGroup], styles: Styles) -> Pictur
         gaps = [
             (run.client_values(line.series, measure) - base[seed]).dropna()
             for run in line.group.runs
-            if (seed := seed_of(run.record)) in base
+            if (seed := run.record.seed) in base
         ]
         values = measure.scale * np.concatenate([np.empty(0), *gaps])
         if len(values) and not (line.group is reference and not line.place):

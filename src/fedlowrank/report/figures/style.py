@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from ..tables.number_formats import on_one_line
+from ...core.io.text import on_one_line
 
 # Both lists maximize the smallest distance in Oklab between any two colors, for normal vision, protanopia,
 # deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...core.io.text import on_one_line
 from ..tables.number_formats import (
     MISSING,
     format_loss,
@@ -13,7 +14,6 @@ from ..tables.number_formats import (
     format_percent,
     format_percent_pair,
     format_signed,
-    on_one_line,
 )
 
 

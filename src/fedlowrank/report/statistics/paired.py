@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from ...results.records import RunRecord
-from .groups import RunGroup, by_experiment, by_variation, measure_of, seed_of
+from .groups import RunGroup
 from .measures import Measure
 from .run_statistics import Estimate, RunStatistics
 from .significance import ALPHA, Difference, compare_over_clients, compare_over_seeds, correct_holm
@@ -69,15 +69,22 @@ class Family:
         return any(one.difference.over == "clients" for one in self.others if one.difference)
 
 
-def make_families(groups: Sequence[RunGroup]) -> list[Family]:
-    """The families of groups: per experiment and varied setting, or all settings if there is one method."""
-    found = []
-    for name, members in by_experiment(groups).items():
-        settings, measure = by_variation(members), measure_of(members)
-        if len({group.short for group in members}) < 2:
-            settings = {"": members}
-        found += [_compare(name, text, measure, some) for text, some in settings.items()]
-    return found
+def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
+    """Compare groups of an experiment with the best of them.
+
+    Args:
+        experiment: its name.
+        text: what is varied, with its value; empty if nothing is.
+        measure: by which they are compared.
+        groups: those to compare.
+    """
+    results = [(group, result) for group in groups if (result := group.final(measure=measure))]
+    ranked = tuple(sorted(results, key=lambda pair: measure.cost(pair[1].mean)))
+    gaps = [_difference(group, ranked[0][0], measure) for group, _ in ranked[1:]]
+    corrected = correct_holm([gap.p if gap else float("nan") for gap in gaps])
+    found = zip(ranked[1:], gaps, corrected, strict=True)
+    others = tuple(Versus(group, gap, p) for (group, _), gap, p in found)
+    return Family(experiment, text, measure, ranked, others)
 
 
 def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -106,10 +113,10 @@ def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list
 
     Clients that never train, and those without a finite result in both groups, are left out.
     """
-    by_seed = {seed_of(run.record): run for run in other.runs}
+    by_seed = {run.record.seed: run for run in other.runs}
     found = []
     for run in one.runs:
-        twin = by_seed.get(seed_of(run.record))
+        twin = by_seed.get(run.record.seed)
         if twin is not None and _clients(run.record) == _clients(twin.record):
             gaps = _results(one, run, measure) - _results(other, twin, measure)
             found.append(gaps.dropna())
@@ -123,16 +130,6 @@ def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series
 def _clients(run: RunRecord) -> list[tuple[Any, ...]]:
     """What makes two federations the same: who the clients are and how many examples each has."""
     return [tuple(row.get(key) for key in ("id", "train", "val", "test", "unseen")) for row in run.clients]
-
-
-def _compare(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
-    results = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    ranked = tuple(sorted(results, key=lambda pair: measure.cost(pair[1].mean)))
-    gaps = [_difference(group, ranked[0][0], measure) for group, _ in ranked[1:]]
-    corrected = correct_holm([gap.p if gap else float("nan") for gap in gaps])
-    found = zip(ranked[1:], gaps, corrected, strict=True)
-    others = tuple(Versus(group, gap, p) for (group, _), gap, p in found)
-    return Family(experiment, text, measure, ranked, others)
 
 
 def _difference(one: RunGroup, best: RunGroup, measure: Measure) -> Difference | None:

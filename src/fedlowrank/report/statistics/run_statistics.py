@@ -18,11 +18,12 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
+from ...core.io.text import on_one_line
 from ...results.measurements import COSTS, Measurements, Who, mean_over_clients
 from ...results.records import RoundRecord, RunRecord, describe_missing
-from ..tables.number_formats import on_one_line
 from .measures import ACCURACY, MEASURES, Measure
 from .modes import Modes, finds_all_groups
+from .setting_names import settings_of
 
 LAST = 10  # evaluations in the mean over the end of a run
 # Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9.
@@ -39,6 +40,8 @@ class Estimate(NamedTuple):
     # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
     ci: float
     modes: Modes | None = None  # set where the mean and its interval describe no seed
+    # seeds that found all groups of clients, and seeds of which it is known; None if it is of none
+    groups_found: tuple[int, int] | None = None
 
 
 def format_estimate(measure: Measure, value: Estimate) -> str:
@@ -102,6 +105,11 @@ class RunStatistics:
     def table(self) -> Measurements:
         """All that was measured."""
         return self.record.measurements
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """Everything but the seed that could make it differ from another run: see :func:`.setting_names.settings_of`."""
+        return settings_of(self.record)
 
     @cached_property
     def recovery(self) -> pd.Series:

@@ -13,14 +13,18 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.text import Text
 
+from ...core.io.text import on_one_line
 from ...results.records import RunRecord
-from ..findings import Finding, describe_families
-from ..low_rank import rank_tables, sizes_differ
-from ..sentences import collapse_warnings
-from ..statistics.groups import RunGroup, Target, group_runs
+from ..findings import Finding, state_findings
+from ..low_rank import rank_tables
+from ..sample_texts import AnswerRow, list_answers
+from ..sentences import collapse_warnings, warn_of_mixture
+from ..statistics.accuracy_target import Target
+from ..statistics.experiments import ComparedExperiment, read_experiments
+from ..statistics.groups import RunGroup
 from ..statistics.measures import ACCURACY, LOSS, TOKEN_LOSS, Measure, metric_title
 from ..statistics.modes import Modes
-from ..statistics.paired import Family, make_families, paired_columns
+from ..statistics.paired import Family, paired_columns
 from ..statistics.run_statistics import format_modes, metric_row
 from .number_formats import (
     MISSING,
@@ -31,7 +35,6 @@ from .number_formats import (
     format_seconds,
     format_si,
     format_si_pair,
-    on_one_line,
 )
 from .rows import comparison_row
 from .summary import MODES_NOTE, Cells, make_summary, make_table
@@ -44,19 +47,30 @@ from .text_table import to_markdown as table_to_markdown
 class Comparison:
     """The comparison of groups."""
 
-    groups: tuple[RunGroup, ...]
+    experiments: tuple[ComparedExperiment, ...]
     frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
     blocks: Mapping[
         str, TextTable
     ]  # results, by ``accuracy``, ``loss``, ``metrics``, ``trust``, ``size``, ``cost``, ``target``
     targets: Mapping[str, Target]  # of each experiment, by name
     footnotes: tuple[tuple[str, str], ...]  # terms and what they mean
-    families: tuple[Family, ...]  # groups that are compared with the best of them
     findings: Mapping[str, Sequence[Finding]]  # sentences on the results of each experiment, by name
     summary: TextTable  # the result of each group and its difference from the best
     sweeps: tuple[TextTable, ...]  # results by what was varied
     ranks: tuple[TextTable, ...]  # results by rank of the client
+    mixture: str  # a warning if there are several experiments, else empty
     warnings: tuple[str, ...]  # what a reader must know first
+    answers: tuple[AnswerRow, ...]  # of language models, before and after training
+
+    @property
+    def groups(self) -> list[RunGroup]:
+        """The groups of all experiments."""
+        return [group for experiment in self.experiments for group in experiment.groups]
+
+    @property
+    def families(self) -> list[Family]:
+        """Groups of all experiments that are compared with the best of them."""
+        return [family for experiment in self.experiments for family in experiment.families]
 
     @property
     def tables(self) -> list[TextTable]:
@@ -70,24 +84,26 @@ def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Compar
     Args:
         runs: in the order in which methods appear.
         target: accuracy in (0, 1] for the columns "to target"; None for a default, see
-            :func:`fedlowrank.report.statistics.groups.choose_target`.
+            :func:`fedlowrank.report.statistics.accuracy_target.choose_target`.
 
     Raises:
         ConfigError: if the target is out of range.
     """
-    return compare_groups(group_runs(runs, target))
+    experiments = read_experiments(runs, target)
+    return compare_experiments(experiments)
 
 
-def compare_groups(groups: Sequence[RunGroup]) -> Comparison:
-    """Compare groups."""
-    families = make_families(groups)
+def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison:
+    """Compare the groups of each experiment."""
+    groups = [group for experiment in experiments for group in experiment.groups]
+    families = [family for experiment in experiments for family in experiment.families]
     paired = paired_columns(families)
     rows = [
         comparison_row(g) | metric_row(g.runs, g.headline) | paired.get((g.experiment, g.label), {})
         for g in groups
     ]
     frame = pd.DataFrame(rows, dtype=object)
-    targets = {group.experiment: group.target for group in groups}
+    targets = {experiment.name: experiment.target for experiment in experiments}
     accuracy, loss = _measures(frame)
     goals = {target.value for target in targets.values()}
     common = next(iter(goals)) if len(goals) == 1 else None
@@ -97,7 +113,10 @@ def compare_groups(groups: Sequence[RunGroup]) -> Comparison:
         "loss": (loss.title, list(_loss_columns(frame))),
         "metrics": ("Further metrics", list(_metric_columns(frame))),
         "trust": ("Privacy and attacks", list(_trust_columns(frame))),
-        "size": ("Size of a client's model", list(_size_columns(frame, sizes_differ(groups)))),
+        "size": (
+            "Size of a client's model",
+            list(_size_columns(frame, any(one.has_sizes for one in experiments))),
+        ),
         "cost": ("Cost of one run", list(_cost_columns(frame))),
         "target": (f"Until the {goal} was reached", list(_target_columns(frame))),
     }
@@ -119,13 +138,11 @@ def compare_groups(groups: Sequence[RunGroup]) -> Comparison:
         meaning += " only"
         footnotes.append(("max test", meaning))
     footnotes += [("paper", source) for source in frame["reference"].dropna().unique()]
-    findings = {
-        name: describe_families([family for family in families if family.experiment == name])
-        for name in targets
-    }
+    findings = {experiment.name: state_findings(experiment.families) for experiment in experiments}
     return Comparison(
-        tuple(groups), frame, blocks, targets, tuple(footnotes), tuple(families), findings, summary,
-        tuple(sweep_tables(groups, families)), tuple(rank_tables(groups)), tuple(collapse_warnings(groups)),
+        tuple(experiments), frame, blocks, targets, tuple(footnotes), findings, summary,
+        tuple(sweep_tables(experiments)), tuple(rank_tables(experiments)), warn_of_mixture(experiments),
+        tuple(collapse_warnings(groups)), tuple(list_answers(groups)),
     )  # fmt: skip
 
 
@@ -135,13 +152,23 @@ def to_csv(table: Comparison) -> str:
 
 
 def comparison_markdown(table: Comparison) -> str:
-    """Findings and results as Markdown, then warnings, further tables and footnotes."""
+    """Findings and results as Markdown, then warnings, further tables, footnotes and answers."""
     results = [*table.sweeps, table.summary]
-    parts = [*map(escape_markdown, _findings(table)), *map(table_to_markdown, results)]
+    parts = [f"> {table.mixture}"] if table.mixture else []
+    parts += [*map(escape_markdown, _findings(table)), *map(table_to_markdown, results)]
     parts += [f"> {escape_markdown(warning)}" for warning in table.warnings]
     parts += map(table_to_markdown, table.tables[len(results) :])
     notes = [f"- *{escape_markdown(term)}*: {escape_markdown(meaning)}." for term, meaning in table.footnotes]
-    return "\n\n".join([*parts, "\n".join(notes)]) + "\n"
+    return "\n\n".join([*parts, "\n".join(notes)]) + "\n" + _answers_markdown(table.answers)
+
+
+def _answers_markdown(rows: Sequence[AnswerRow]) -> str:
+    """The answers as a table; empty without any."""
+    if not rows:
+        return ""
+    lines = ["", "## Answers", "", "| prompt | model | answer |", "|:---|:---|:---|"]
+    cells = [[text.replace("\\", "\\\\").replace("|", "\\|") for text in row] for row in rows]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])
 
 
 def render_terminal(table: Comparison, all_tables: bool = False) -> RenderableType:

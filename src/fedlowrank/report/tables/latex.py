@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...core.io.text import on_one_line
 from .comparison_tables import Comparison
-from .number_formats import MISSING, on_one_line
+from .number_formats import MISSING
 from .text_table import TextTable
 
 _CHARACTERS = {

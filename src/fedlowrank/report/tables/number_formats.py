@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 MISSING = "–"  # what stands where there is no number
 DIGITS = 3  # significant digits of byte sizes, counts and durations, wherever they are shown
@@ -98,17 +97,6 @@ def format_p(value: float | None) -> str:
 def format_signed(text: str) -> str:
     """Formatted numbers with typographic minus signs, and none before a zero such as ``-0.0``."""
     return re.sub(r"-(?=0(\.0*)?(?![\d.e]))", "", text).replace("-", "−")
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Words as a list in a sentence, such as ``a, b and c``."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
-def on_one_line(text: object, limit: int = 0) -> str:
-    """A name as one line without control characters, cut to ``limit`` characters if that is not 0."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
-    return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
 
 
 def _significant(value: float) -> str:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...core.io.text import on_one_line
 from ...results.measurements import COSTS
 from ...results.records import RunRecord
 from ..low_rank import adapter_row, last_ranks, model_size
-from ..statistics.groups import RunGroup, seed_of
+from ..statistics.groups import RunGroup
 from ..statistics.measures import ACCURACY, LOSS, MEASURES, Measure
 from ..trust import trust_row
-from .number_formats import on_one_line
 
 FLOAT32 = 4
 """Bytes of a floating-point element as papers count communication, whatever the messages contain."""
@@ -36,7 +36,7 @@ def comparison_row(group: RunGroup) -> Row:
         "method": group.method,
         "label": group.label,
         "vary": json.dumps(dict(group.vary), sort_keys=True) if group.vary else None,
-        "seed_list": " ".join(seed_of(run.record) for run in runs),
+        "seed_list": " ".join(run.record.seed for run in runs),
         "seeds": n,
         "series": group.headline,
         "clients": _common(len(run.record.clients) for run in runs),
@@ -53,8 +53,8 @@ def comparison_row(group: RunGroup) -> Row:
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,
     }
-    if groups_found := group.groups_found():
-        row |= dict(zip(("groups_found_seeds", "groups_known_seeds"), groups_found, strict=True))
+    if (final := group.final()) and final.groups_found:
+        row["groups_found_seeds"], row["groups_known_seeds"] = final.groups_found
     costs = [run.costs for run in runs]
     totals: Row = {name: _mean(one[name] for one in costs) for name in COSTS}
     steps, flops = totals.pop("steps"), totals.pop("flops")
@@ -83,7 +83,7 @@ def comparison_row(group: RunGroup) -> Row:
     known = any(
         first.section("reference", name) for name in ("accuracy", "communication", "parameters", "score")
     )
-    status = [f"seed {seed_of(run.record)}: " * (len(runs) > 1) + run.status for run in runs if run.status]
+    status = [f"seed {run.record.seed}: " * (len(runs) > 1) + run.status for run in runs if run.status]
     row |= {
         "ranks_last": json.dumps(ranks) if ranks else None,
         "reference": _reference_source(first) if known else None,

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from ..statistics.groups import RunGroup, by_experiment, measure_of, value_text
+from ..statistics.experiments import ComparedExperiment
+from ..statistics.groups import RunGroup
 from ..statistics.measures import Measure
-from ..statistics.paired import Family, make_families
 from ..statistics.run_statistics import format_estimate
+from ..statistics.setting_names import value_text
 from ..statistics.significance import ALPHA
-from .number_formats import MISSING, on_one_line
+from .number_formats import MISSING
 from .text_table import TableColumn, TextTable
 
 
-def sweep_tables(groups: Sequence[RunGroup], families: Sequence[Family] | None = None) -> list[TextTable]:
+def sweep_tables(experiments: Sequence[ComparedExperiment]) -> list[TextTable]:
     """One table for each set of settings that was varied together, over all experiments that varied them.
 
-    Results that are not significantly worse than the best of their family are bold. ``families`` are those of
-    the groups, or None to make them here.
+    Results that are not significantly worse than the best of their family are bold.
     """
-    families = make_families(groups) if families is None else families
-    best = {(g.experiment, g.label) for family in families if family.others for g in family.not_worse}
-    measures = {name: measure_of(members) for name, members in by_experiment(groups).items()}
+    families = [family for experiment in experiments for family in experiment.families if family.others]
+    best = {(g.experiment, g.label) for family in families for g in family.not_worse}
     found: dict[tuple[tuple[str, ...], Measure], list[RunGroup]] = {}
-    for group in groups:
-        if group.vary:
-            keys = tuple(key for key, _ in group.vary)
-            found.setdefault((keys, measures[group.experiment]), []).append(group)
+    for experiment in experiments:
+        for group in experiment.groups:
+            if group.vary:
+                keys = tuple(key for key, _ in group.vary)
+                found.setdefault((keys, experiment.measure), []).append(group)
     tables = [_sweep_table(keys, measure, members, best) for (keys, measure), members in found.items()]
     return [table for table in tables if len(table.rows) > 1]
 
@@ -39,8 +39,7 @@ def _sweep_table(
     for group in groups:
         cells.setdefault((_setting(group), (group.experiment, group.short)), group)
     columns = list(dict.fromkeys(column for _, column in cells))
-    firsts = {name: members[0].first for name, members in by_experiment(groups).items()}
-    names = {name: on_one_line(run.config.get("title") or name) for name, run in firsts.items()}
+    names = {group.experiment: group.first.title for group in reversed(groups)}
     if len(set(names.values())) < len(names):
         names = {name: name for name in names}
     methods = {short for _, short in columns}

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from .number_formats import on_one_line
+from ...core.io.text import on_one_line
 
 TERMINAL = 80  # characters of a line in a terminal; a table that needs more continues in a further table
 LABEL = 24  # most characters of a label in a terminal; a longer one takes several lines

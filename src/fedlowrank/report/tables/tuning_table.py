@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from ...config.tuning import Setting
-from ..statistics.groups import value_text
 from ..statistics.measures import Measure
 from ..statistics.run_statistics import estimate
+from ..statistics.setting_names import value_text
 from .number_formats import MISSING
 from .sweeps import shorten_names
 from .text_table import TableColumn, TextTable, escape_markdown, to_markdown

@@ -1,0 +1,108 @@
+"""The accuracy up to which costs are counted, and where it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.errors import ConfigError
+from ...results.records import RunRecord
+from .measures import ACCURACY, LOSS
+from .run_statistics import ROUNDING, RunStatistics
+
+
+class Target(NamedTuple):
+    """The accuracy up to which costs are counted (None if there is none), and where it comes from."""
+
+    value: float | None
+    source: str
+
+
+def choose_target(settings: Sequence[Sequence[RunStatistics]], target: float | None = None) -> Target:
+    """The target of one experiment: as given, else the runs' own, else one that tells methods apart.
+
+    An accuracy that a method reaches without any message (Standalone) costs nothing. Where there is such a
+    method, the target is the largest whole percent above its best accuracy that all seeds of another method
+    reached. Otherwise it is the largest whole percent that all runs reached or, if that says nothing, that all
+    seeds of one method reached. A target says nothing if it does not exceed the chance level
+    (:func:`chance_level`) or if every run reached it by its first evaluated round.
+
+    Args:
+        settings: runs of each method and setting, one a seed.
+        target: accuracy in (0, 1], or None.
+
+    Raises:
+        ConfigError: if the target given is not in (0, 1].
+    """
+    if target is not None and not 0 < target <= 1:
+        raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
+    runs = [run for some in settings for run in some]
+    measures = {run.measure for run in runs}
+    if LOSS in measures and ACCURACY not in measures:
+        return Target(None, "no target: these runs have no accuracy")
+    if target is not None:
+        return Target(target, "as asked for")
+    own = {run.own_target for run in runs}
+    if len(own) == 1 and None not in own:
+        return Target(own.pop(), "the target in the configuration of the runs")
+    free = [run for run in runs if run.sends_nothing and _best_mean(run) is not None]
+    others = [some for some in settings if not any(run.sends_nothing for run in some)]
+    best = max(map(_whole_percent, others), default=0)
+    if free:
+        plateau = max(_best_mean(run) or 0.0 for run in free)
+        reached = f"{free[0].record.method_title} reaches without communication"
+        if best / 100 <= plateau + ROUNDING:
+            return Target(None, f"no method exceeds what {reached}")
+        source = "the highest whole percent that all seeds of another method reached, above the "
+        choices = [(best, f"{source}{100 * plateau:.1f} % that {reached}")]
+    else:
+        choices = [
+            (_whole_percent(runs), "the highest whole percent that all runs reached"),
+            (best, "the highest whole percent that all seeds of one method reached"),
+        ]
+    chance, why = max((chance_level(run.record) for run in runs), default=0.0), "no target"
+    for whole, source in choices:
+        if whole / 100 <= chance + ROUNDING:
+            why = f"no method exceeds the {100 * chance:.1f} % of a constant answer" if chance else why
+        elif all(_reaches_at_once(run, whole / 100) for run in runs):
+            why = "all runs reach what they have in common by their first evaluation"
+        else:
+            return Target(whole / 100, source)
+    return Target(None, why)
+
+
+def chance_level(run: RunRecord) -> float:
+    """The mean accuracy over clients of an answer that needs no input; 0 if classes are not known.
+
+    It is the larger of a uniform guess, 1 / classes, and of the one class that is right most often.
+    """
+    if run.predicts_tokens or not run.config.get("classes"):
+        return 0.0
+    guess, unseen = 1 / len(run.config["classes"]), run.measurements.flagged("unseen")
+    rows = [(row.get("classes") or {}).get("test") for row in run.clients if row.get("id") not in unseen]
+    shares = [np.array(counts) / sum(counts) for counts in rows if counts and sum(counts)]
+    if len({len(one) for one in shares}) != 1:
+        return guess
+    return max(guess, float(np.mean(shares, axis=0).max()))
+
+
+def _reaches_at_once(run: RunStatistics, target: float) -> bool:
+    """Whether a run has the target by its first evaluation after training; so has one without evaluations."""
+    means = run.curve(run.headline, ACCURACY)["mean"]
+    first = means[means.index <= next((at for at in means.index if at > 0), 0)]
+    return means.empty or bool((first >= target - ROUNDING).any())
+
+
+def _best_mean(run: RunStatistics) -> float | None:
+    """The largest mean accuracy over rounds; None if the run was never evaluated."""
+    means = run.curve(run.headline, ACCURACY)["mean"]
+    return float(means.max()) if len(means) else None
+
+
+def _whole_percent(runs: Sequence[RunStatistics]) -> int:
+    """The highest whole percent that all evaluated runs reached; 0 if there is none."""
+    known = [best for run in runs if (best := _best_mean(run)) is not None]
+    return math.floor(100 * min(known, default=0) + 1e-9)

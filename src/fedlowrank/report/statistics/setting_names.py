@@ -1,0 +1,50 @@
+"""The settings of a run as text: which two runs of one method may differ in, and how readers are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...core.io.text import on_one_line
+from ...results.records import NOT_SETTINGS, RunRecord
+from ...rounds.run_settings import RunSettings
+
+SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
+"""Sections of ``run.json`` that the methods of an experiment share."""
+
+
+def settings_of(run: RunRecord) -> dict[str, str]:
+    """Everything but the seed that could make two runs differ, as ``section.key`` to JSON text."""
+    found: dict[str, str] = {}
+    # Settings that a run from before them does not record, so that old and new runs form one group.
+    _flatten("run", asdict(RunSettings()), found)
+    _flatten("method", run.section("method", "fields"), found)
+    for name in SECTIONS:
+        _flatten(name, run.section(name), found)
+    return {key: value for key, value in found.items() if last_part(key) not in NOT_SETTINGS}
+
+
+def _flatten(prefix: str, value: object, into: dict[str, str]) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _flatten(f"{prefix}.{key}", inner, into)
+    else:
+        into[prefix] = json.dumps(value, sort_keys=True)
+
+
+def vary_text(vary: Sequence[tuple[str, Any]]) -> str:
+    """Varied settings in words, such as ``classes_per_client = 4``; empty for none."""
+    return ", ".join(f"{last_part(key)} = {value_text(value)}" for key, value in vary)
+
+
+def value_text(value: object) -> str:
+    """A setting's value as one line: text as it is, anything else as JSON."""
+    return on_one_line(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+
+
+def last_part(key: str) -> str:
+    """The name of a setting without its section, unless every section may have one of that name."""
+    section, _, name = key.rpartition(".")
+    return f"{section.rpartition('.')[2]}.{name}" if name == "kind" else name
