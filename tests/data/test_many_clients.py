@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedlowrank import Federation
+from fedlowrank import Federation, Loss
 from fedlowrank.core.errors import DataError
 from fedlowrank.data.partitioning.checks import check_finite_values
 
@@ -66,6 +67,27 @@ def test_a_negative_label_is_named_with_its_client(part: str) -> None:
     given[2][part][1][0] = -3
     with pytest.raises(DataError, match=r"^client 2: label -3 is negative\. .*give y > 0$"):
         Federation.from_arrays(given, nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("label", "loss", "advice", "cure"),
+    [
+        (-100, "auto", "set loss.kind = 'cross_entropy', which leaves out the label -100;", "cross_entropy"),
+        (
+            -1,
+            "auto",
+            "set loss.kind = 'cross_entropy' and loss.ignore_index = -1;",
+            Loss("cross_entropy", ignore_index=-1),
+        ),
+        (-1, "focal", "set loss.ignore_index = -1;", Loss("focal", ignore_index=-1)),
+    ],
+)
+def test_a_label_is_left_out_as_the_message_says(label: int, loss: str, advice: str, cure: Any) -> None:
+    given = clients(4)
+    given[2]["train"][1][0] = label
+    with pytest.raises(DataError, match=f"label {label} is negative.*or {re.escape(advice)}"):
+        Federation.from_arrays(given, nn.Linear(4, 3), loss=loss)
+    Federation.from_arrays(given, nn.Linear(4, 3), loss=cure)
 
 
 def test_finite_values_whose_sum_overflows_are_accepted() -> None:

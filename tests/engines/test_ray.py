@@ -146,7 +146,7 @@ def test_training_that_diverges_is_the_client_s() -> None:
     for engine in (Ray(), Sequential()):
         run = Run(method, small_federation(False), RunSettings(rounds=2), engine)
         run.step()
-        with pytest.raises(NonFiniteError, match="client 0, round 1") as error:
+        with pytest.raises(NonFiniteError, match="client 0, round 2") as error:
             run.step()
         said.append(str(error.value))
         engine.close()

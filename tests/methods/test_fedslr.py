@@ -361,7 +361,7 @@ def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: s
     with contextlib.closing(run.engine):
         record = run.step()
     assert list(record.lost) == ["1"]
-    assert "client 1, round 0" in record.lost["1"]
+    assert "client 1, round 1" in record.lost["1"]
     assert all(bool(p.isfinite().all()) for p in tree.tensors(run.state.server))
 
 

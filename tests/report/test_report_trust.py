@@ -120,10 +120,13 @@ class TestSetting:
     def test_counts_the_hostile_clients(self, make_run):
         run = trusting(attack={"kind": "backdoor", "target": 3, "strength": None})
         text = said(make_run("a", run=run, clients=with_hostile(10, {2, 5, 7})))
-        assert "3 of the 10 clients are hostile: backdoor to class 3. Results are over all clients" in text
+        assert (
+            "3 of the 10 clients are hostile: backdoor to class 3. No result counts the hostile clients"
+            in text
+        )
         run = trusting(attack={"kind": "sign_flip", "strength": 2.0})
         text = said(make_run("a", run=run, clients=with_hostile(10, {2})))
-        assert "1 of the 10 clients are hostile: sign flip, strength 2. Results" in text
+        assert "1 of the 10 clients are hostile: sign flip, strength 2. No result" in text
 
 
 class TestPrivacy:
@@ -193,7 +196,7 @@ class TestAttack:
     @pytest.mark.full
     @pytest.mark.parametrize("unseen", [(), (5,)])
     @pytest.mark.usefixtures("words_only")
-    def test_honest_clients_beside_all(self, make_run, tmp_path, unseen):
+    def test_results_are_those_of_honest_clients(self, make_run, tmp_path, unseen):
         random = np.random.default_rng(0)
         values = {seed: random.random((3, 6)) for seed in (0, 1)}
         hostile = {0: {1, 4}, 1: {0, 2}}
@@ -203,25 +206,31 @@ class TestAttack:
             for s in (0, 1)
         ]  # fmt: skip
         honest = [[v for i, v in enumerate(values[s][-1]) if i not in {*hostile[s], *unseen}] for s in (0, 1)]
-        every = [[v for i, v in enumerate(values[s][-1]) if i not in unseen] for s in (0, 1)]
         (row,) = rows_of(table := comparison(runs))
-        assert row["accuracy_last"] == pytest.approx(np.mean([np.mean(v) for v in every]))
         mean, std = np.mean([np.mean(v) for v in honest]), np.mean([np.std(v) for v in honest])
-        assert row["accuracy_honest"] == pytest.approx(mean)
-        assert row["accuracy_std_honest"] == pytest.approx(std)
-        assert cells(table, "accuracy", "honest clients") == [f"{100 * mean:.2f} ± {100 * std:.2f}"]
-        assert "honest clients" in page_of(runs, tmp_path)
+        assert row["accuracy_last"] == pytest.approx(mean)
+        assert row["std_clients"] == pytest.approx(std)
+        assert row["worst_tenth"] == pytest.approx(np.mean([min(v) for v in honest]))
+        best = [
+            max(np.mean([r[i] for i in range(6) if i not in {*hostile[s], *unseen}]) for r in values[s])
+            for s in (0, 1)
+        ]
+        assert row["max_test_over_rounds"] == pytest.approx(np.mean(best))
+        assert cells(table, "accuracy", "last round") == [f"{100 * mean:.2f} ± {100 * std:.2f}"]
+        assert "that are hostile" in page_of(runs, tmp_path)
         (read,) = csv.DictReader(io.StringIO(to_csv(table)))
-        assert float(read["accuracy_honest"]) == row["accuracy_honest"]
+        assert float(read["accuracy_last"]) == row["accuracy_last"]
+        assert read["clients_hostile"] == "2"
 
     def test_a_hostile_client_that_was_not_evaluated_is_no_matter(self, make_run):
         rows = rounds_of([[0.1, 0.2, 0.3], [0.5, None, 0.7]])
         (row,) = rows_of(comparison([make_run("a", rounds=rows, run=self.RUN, clients=with_hostile(3, {1}))]))
-        assert row["accuracy_honest"] == row["accuracy_last"] == pytest.approx(0.6)
+        assert row["accuracy_last"] == pytest.approx(0.6)
+        # the honest client was last evaluated before training
         (row,) = rows_of(
             comparison([make_run("a", rounds=rows, run=self.RUN, clients=with_hostile(3, {0, 2}))])
         )
-        assert row["accuracy_honest"] is None
+        assert (row["accuracy_last"], row["last_round"]) == (0.2, 0)
 
     @pytest.mark.full
     def test_success_of_a_backdoor_is_that_of_the_last_evaluation(self, make_run):

@@ -11,7 +11,8 @@ import pytest
 from blocks import block_of, tables_of
 from fedlowrank import SGD, Federation, simulate
 from fedlowrank.methods import METHODS
-from fedlowrank.results.measurements import Measurements, mean_over_clients, summarize
+from fedlowrank.results.client_metrics import METRICS
+from fedlowrank.results.measurements import Block, Column, Measurements, mean_over_clients, summarize
 from fedlowrank.results.records import RoundRecord
 from fedlowrank.rounds.outcome.result import Result
 
@@ -29,9 +30,7 @@ def table(values: list[float | None], name: str = "accuracy") -> Measurements:
     return found
 
 
-@pytest.mark.parametrize(
-    ("who", "places"), [("trained", [0, 1, 2]), ("honest", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])]
-)
+@pytest.mark.parametrize(("who", "places"), [("honest", [0, 1]), ("unseen", [3]), ("all", [0, 1, 2, 3])])
 def test_statistics_are_over_the_clients_that_are_asked_for(who: Any, places: list[int]) -> None:
     values, n = np.array([0.2, 0.9, 0.4, 0.7]), np.array([1, 3, 6, 2])
     row = table(list(values)).over_clients("accuracy", "own", who=who).loc[1]
@@ -51,6 +50,47 @@ def test_what_is_not_finite_is_in_no_mean_and_counted() -> None:
     found = table([0.5, math.nan, None, 0.7]).over_clients("accuracy", "own", who="all").loc[1]
     assert (found["mean"], found["non_finite"], found["without"]) == (pytest.approx(0.6), 1, 1)
     assert table([math.nan, None, None, None]).over_clients("accuracy", "own").empty
+
+
+def test_who_was_not_evaluated_is_not_without_examples() -> None:
+    """Of ten clients that can train five were evaluated: one has no test examples, one diverged."""
+    clients = [{"id": i, "test": 4, "unseen": i == 10} for i in range(12)]
+    found = Measurements(clients)
+    values: list[float | None] = [0.5, None, 0.75, math.nan, 1.0, 0.0]
+    found.append_clients(3, Block([0, 2, 3, 5, 8, 10], [Column("accuracy", "own", "test", values)]))
+    row = found.over_clients("accuracy", "own").loc[3]
+    assert row[["clients", "without", "non_finite", "not_evaluated"]].tolist() == [3, 1, 1, 6]
+    assert row["mean"] == 0.75
+    assert found.over_clients("accuracy", "own", who="unseen").loc[3, "clients"] == 1
+
+
+def test_every_client_is_counted_once() -> None:
+    g = np.random.default_rng(2)
+    values = g.choice([0.1, 0.9, math.nan, math.inf], size=(50, 13))
+    row = summarize(values, is_evaluated=g.random((50, 13)) < 0.5)
+    assert (sum(row[n] for n in ("clients", "without", "non_finite", "not_evaluated")) == 13).all()
+
+
+def test_the_worst_tenth_of_an_error_holds_the_largest() -> None:
+    values = np.random.default_rng(3).random(25)
+    for name, lower in (
+        ("ece", True), ("rmse", True), ("mae", True), ("loss", True), ("r2", False), ("auroc", False), ("top3", False),
+        ("accuracy", False), ("token_accuracy", False),
+    ):  # fmt: skip
+        found = Measurements([{"id": i} for i in range(25)])
+        found.append_clients(1, block_of({name: {"own": {"test": list(values)}}}))
+        worst = np.sort(values)[-3:] if lower else np.sort(values)[:3]
+        assert found.over_clients(name, "own").loc[1, "worst"] == pytest.approx(worst.mean()), name
+    lower = {name for name, metric in METRICS.items() if metric.lower_is_better}
+    # what is 0 for perfect predictions
+    assert lower == {"ece", "rmse", "mae"}
+
+
+def test_the_worst_of_a_metric_of_the_user_s_own_is_not_known() -> None:
+    for name in ("recall_of_cats", "my_metrics:recall", "parameters"):
+        row = table([0.2, 0.4, 0.6, None], name).over_clients(name, "own").loc[1]
+        assert math.isnan(row["worst"])
+        assert row["mean"] == pytest.approx(0.3)
 
 
 def test_a_mean_does_not_depend_on_how_the_values_lie_in_memory() -> None:

@@ -90,6 +90,21 @@ def test_evaluations_count_and_not_rounds() -> None:
     assert run(on_round=EarlyStopping(1), evaluate_every=2).rounds[-1].round == 2
 
 
+@pytest.mark.parametrize(
+    ("metric", "is_error"), [("ece", True), ("mae", True), ("auroc", False), ("own", False)]
+)
+def test_a_smaller_error_is_better_without_being_told(metric: str, is_error: bool) -> None:
+    curve = [0.5, 0.4, 0.3, 0.2]
+    records = [
+        RoundRecord(t, measured=block_of({metric: {"own": {"val": [v]}}})) for t, v in enumerate(curve)
+    ]
+    stops = EarlyStopping(2, metric=metric)
+    assert [bool(stops(record)) for record in records] == [False, False, not is_error, not is_error]
+    # what the caller says counts
+    told = EarlyStopping(2, metric=metric, lower_is_better=not is_error)
+    assert bool([told(record) for record in records][-1]) is is_error
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("crash", [1, 4, 6])
 @pytest.mark.usefixtures("by_curve")
@@ -166,6 +181,16 @@ def test_several_callbacks_and_the_last_round_is_evaluated(tmp_path: Path) -> No
         r.untimed() for r in found.rounds
     ]
     assert found.run.stopped.endswith("Two returned True after round 5")
+
+
+def test_a_metric_that_is_undefined_for_all_clients_is_named() -> None:
+    clients = [(torch.randn(20, 3), torch.full((20,), k)) for k in range(2)]
+    one_class = Federation.from_arrays(clients, torch.nn.Linear(3, 2), val=0.25)
+    with pytest.raises(
+        ConfigError, match=r"'auroc' is not defined on the validation examples of any client"
+    ) as caught:
+        simulate("fedavg", one_class, rounds=2, metrics=["auroc"], on_round=EarlyStopping(1, metric="auroc"))
+    assert "split.val" not in str(caught.value)
 
 
 def test_what_is_no_callback_or_no_answer(tmp_path: Path) -> None:

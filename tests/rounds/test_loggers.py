@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from blocks import block_of
 from fedlowrank import Federation, simulate
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.results.records import RoundRecord
+from fedlowrank.results.scalars import scalars
 
 Found = list[tuple[str, int, float]]
 """Tag, step and value."""
@@ -33,6 +35,9 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         # of these libraries' own dependencies
         warnings.simplefilter("ignore")
         yield
+        if wandb := sys.modules.get("wandb"):
+            # it would write the next run to the folder of this test
+            wandb.teardown()
 
 
 def run(folder: str | None, **settings: Any) -> Any:
@@ -164,6 +169,55 @@ def test_values_while_it_runs_and_after_a_resume(
     assert info.info.run_name == "FedAvg, seed 0"
     assert info.info.status == "FINISHED"
     assert info.data.params["run.rounds"] == "4"
+
+
+OWN = """
+def share(scores, targets):
+    return float((targets == 1).mean())
+
+def broken(scores, targets):
+    return float("nan")
+"""
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_every_metric_is_logged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(name)
+    (tmp_path / "own_numbers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_numbers", raising=False)
+    metrics = ("macro_f1", "own_numbers:share", "own_numbers:broken")
+    found = run("run", log=(name,), metrics=metrics)
+    logged = {(tag, step): value for tag, step, value in READERS[name](tmp_path / "run")}
+    for record in found.rounds:
+        for metric in metrics:
+            for split in ("val", "test"):
+                values = record.values(metric, split, "personal")
+                key = f"{metric}/personal/{split}", record.round
+                if metric == "own_numbers:broken" and record.is_evaluated:
+                    assert math.isnan(logged[key])
+                elif record.is_evaluated:
+                    mean = sum(v for v in values if v is not None) / len(values)
+                    assert math.isclose(logged[key], mean, rel_tol=1e-6)
+                else:
+                    assert key not in logged
+
+
+def test_a_mean_never_looks_better_for_a_client_that_diverged() -> None:
+    clients = [{"id": i, "unseen": i == 3} for i in range(4)]
+    tables = {
+        "accuracy": {"own": {"test": [0.5, 0.7, None, 0.9], "val": [0.5, 0.75, 1.0, 0.9]}},
+        "loss": {"own": {"test": [2.0, math.nan, None, 1.0], "val": [2.0, 1.0, 3.0, math.inf]}},
+        "ece": {"own": {"test": [math.nan, 0.1, None, 0.3], "val": [0.1, 0.2, None, None]}},
+    }
+    found = scalars(RoundRecord(1, measured=block_of(tables)), clients, 0)
+    assert found["accuracy/own/test"] == pytest.approx(0.6)
+    assert found["loss/own/val"] == 2.0
+    assert found["ece/own/val"] == pytest.approx(0.15)
+    for tag in ("loss/own/test", "ece/own/test", "loss/own/val/unseen"):
+        assert math.isnan(found[tag])
+    assert found["ece/own/test/unseen"] == 0.3
+    assert "ece/own/val/unseen" not in found
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

@@ -97,6 +97,17 @@ def test_the_sum_leaves_hostile_clients_out() -> None:
     assert result.confusion(hostile, "val").to_numpy().sum() == 9
 
 
+def test_the_sum_leaves_clients_out_that_never_train() -> None:
+    result = simulate("fedavg", federation(), rounds=1, unseen=0.25)
+    (unseen,) = result.run.draws.unseen
+    total = result.confusion(split="val").to_numpy()
+    others = [result.confusion(i, "val").to_numpy() for i in range(4) if i != unseen]
+    assert total.tolist() == sum(others).tolist()
+    # every client has 9 examples, so the diagonal is the mean accuracy
+    assert np.trace(total) / total.sum() == pytest.approx(result.mean_accuracy("val"))
+    assert result.confusion(unseen, "val").to_numpy().sum() == 9
+
+
 def test_regression() -> None:
     g = torch.Generator().manual_seed(0)
     data = [(torch.randn(30, 3, generator=g), torch.randn(30, 2, generator=g)) for _ in range(2)]

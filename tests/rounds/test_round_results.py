@@ -135,6 +135,28 @@ def test_a_nan_half_way_stops_the_run_or_is_left_out() -> None:
     assert 4 not in run.state.clients
 
 
+def test_the_message_of_a_divergence_is_of_the_round_of_its_record() -> None:
+    method = METHODS["fedavg"](epochs=3)
+    # the inputs of client 6 make the first round's loss infinite
+    settings = {"rounds": 3, "evaluate_every": 10**6}
+    stops = Run(method, federation(poisoned=6), RunSettings(**settings), ENGINES["sequential"]())
+    with pytest.raises(
+        NonFiniteError, match=r"client 6, round 1, pass .* or set run\.on_nan to 'drop'"
+    ) as caught:
+        stops.step()
+    assert (caught.value.round, stops.round) == (0, 0)
+    drops = Run(
+        method, federation(poisoned=6), RunSettings(on_nan="drop", **settings), ENGINES["sequential"]()
+    )
+    for t in (1, 2):
+        record = drops.step()
+        assert record.round == t
+        assert record.lost["6"].startswith(f"client 6, round {t}, pass 'local': ")
+        assert "its reply was dropped" in record.lost["6"]
+        # it is set already
+        assert "on_nan" not in record.lost["6"]
+
+
 def test_reasons_have_an_order() -> None:
     run = run_of(Sums(bad=4), lost_replies=1 - 1e-9)
     record = run.step({"4": "said so", "5": "said so too"})

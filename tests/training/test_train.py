@@ -374,7 +374,7 @@ def test_a_loss_that_is_not_finite_names_client_round_pass_and_step(engine: Any)
     fed.clients[2].train.x[5] = torch.inf  # type: ignore[index]
     run = Run(FedAvg(batch_size=4, epochs=1), fed, RunSettings(rounds=3), engine())
     with pytest.raises(
-        NonFiniteError, match=r"client 2, round 0, pass 'local': the loss of step \d+"
+        NonFiniteError, match=r"client 2, round 1, pass 'local': the loss of step \d+"
     ) as caught:
         run.step()
     order = view(fed, 2, batch_size=4).trainer.data.order("local")
@@ -404,7 +404,7 @@ def test_a_client_that_fails_can_be_dropped(engine: Any) -> None:
     start = run.state.server
     record = run.step()
     assert list(record.lost) == ["2"]
-    assert "client 2, round 0" in record.lost["2"]
+    assert "client 2, round 1" in record.lost["2"]
     assert sorted(run.state.clients) == [0, 1, 3]
     rest = {k: view(fed, k) for k in (0, 1, 3)}
     wanted = mean(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError, ConfigError
 from ..results.measurements import ACCURACY, LOSS, mean_over_clients
+from ..results.ranking import find_best
 from ..results.records import RoundRecord, RunRecord, describe_missing
 from .comparison import PlannedRun
 from .experiment import ExperimentConfig, MethodSettings
@@ -189,8 +190,8 @@ def score_run(run: RunRecord, at: str, series: str | None = None) -> ValidationS
             "such as 0.1"
         )
     chosen = [found[-1]] if at == "last" else [score for score in found if math.isfinite(score.value)]
-    best = min(chosen, key=_cost, default=None)
-    return best if best is not None and math.isfinite(best.value) else None
+    best = find_best(map(_cost, chosen), lower_is_better=True)
+    return chosen[best] if best is not None and math.isfinite(chosen[best].value) else None
 
 
 def _validation(record: RoundRecord, excluded: Collection[int], series: str | None) -> ValidationScore | None:
@@ -207,8 +208,13 @@ def _cost(score: ValidationScore) -> float:
     return score.value if score.is_loss else -score.value
 
 
+def _mean_cost(setting: Setting) -> float | None:
+    mean, is_loss = setting.mean, any(score is not None and score.is_loss for score in setting.scores)
+    return mean if mean is None or is_loss else -mean
+
+
 def choose_setting(settings: Sequence[Setting]) -> Setting | None:
-    """Choose the setting of a method with the best mean score; of equal ones the first in the grid.
+    """Choose the setting of a method with the best mean score; of equal ones, up to rounding, the first in the grid.
 
     Args:
         settings: of one method, with scores unless there is only one setting.
@@ -218,12 +224,8 @@ def choose_setting(settings: Sequence[Setting]) -> Setting | None:
     """
     if len(settings) == 1:
         return settings[0]
-    ranked = [
-        (mean if any(score is not None and score.is_loss for score in setting.scores) else -mean, place)
-        for place, setting in enumerate(settings)
-        if (mean := setting.mean) is not None
-    ]
-    return settings[min(ranked)[1]] if ranked else None
+    best = find_best(map(_mean_cost, settings), lower_is_better=True)
+    return None if best is None else settings[best]
 
 
 def find_edges(chosen: Setting, grid: Mapping[str, Sequence[Any]]) -> list[str]:

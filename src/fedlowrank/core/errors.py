@@ -95,6 +95,11 @@ class NonFiniteError(FedlowrankError):
         name: name of the pass over the data.
         step: first step whose loss is not finite, counted from 0, or None if only the parameters show it.
         whose: the client in the message; by default by its number.
+
+    Attributes:
+        finding: what is not finite, with client, round and pass; rounds as in :class:`..results.records.RoundRecord`,
+            where 1 is the first round of training.
+        cure: what to do about it.
     """
 
     def __init__(self, client: int, round: int, name: str, step: int | None, whose: str = "") -> None:
@@ -105,10 +110,9 @@ class NonFiniteError(FedlowrankError):
                 "Nothing was learnt before this step, so look at this client's inputs and targets (a NaN, or "
                 "numbers that are too large) and at the loss"
             )
-        super().__init__(
-            f"{whose or f'client {client}'}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan "
-            "to 'drop' to go on without such replies."
-        )
+        finding = f"{whose or f'client {client}'}, round {round + 1}, pass {name!r}: {where} not finite"
+        super().__init__(f"{finding}. {cure}, or set run.on_nan to 'drop' to go on without such replies.")
+        self.finding, self.cure = finding, cure
         self.client = client
         self.round = round
         self.name = name

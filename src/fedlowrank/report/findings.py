@@ -76,7 +76,9 @@ def state_headline(families: Sequence[Family]) -> Headline:
     what = f"mean {measure.noun}{' over seeds, with its 95 % interval' if best.n > 1 else ''}"
     if family.others:
         what = f"{'lowest' if measure.is_loss else 'highest'} {what}"
-    if best.n == 1:
+    if best.diverged:
+        interval = f"without the {best.diverged} that diverged"
+    elif best.n == 1:
         interval = "one seed"
     elif best.modes:
         value = f"{'≤' if measure.is_loss else '≥'} {_format_value(best.modes.bound, measure)}"
@@ -171,7 +173,12 @@ def _describe_test(family: Family) -> str:
     bimodal = [_name(group, family) for group, result in family.ranked if result.modes]
     if bimodal and family.test:
         found.append(f"Seeds of {join_words(bimodal)} succeed or fail, so a test of means is a rough guide.")
-    untested = [one for one in family.others if not (one.is_worse or one.is_open)]
+    diverged = [(_name(group, family), result.diverged) for group, result in family.ranked if result.diverged]
+    if diverged:
+        names = join_words([f"{name} ({what})" for name, what in diverged])
+        found.append(f"Diverged, so last and not tested: {names}.")
+    whole = [group for group, result in family.ranked if not result.diverged]
+    untested = [one for one in family.others if one.group in whole and not (one.is_worse or one.is_open)]
     if untested:
         few = "has no seed with the same clients as the best, or only one client"
         found.append(f"Not tested: {_list(untested, family)}, which {few}.")
@@ -186,6 +193,8 @@ def sends_nothing(group: RunGroup) -> bool:
 def _format_result(result: Estimate, measure: Measure) -> str:
     """A mean with its 95 % interval over seeds, such as ``93.1 % [92.0, 94.2] over 5 seeds``."""
     value = _format_value(result.mean, measure)
+    if result.diverged:
+        value = f"{value} without the {result.diverged} that diverged"
     if result.n == 1:
         return f"{value} with one seed"
     if result.modes:
@@ -213,7 +222,7 @@ def _format_modes(modes: Modes, measure: Measure) -> str:
 
 def _is_level(one: Estimate, other: Estimate, measure: Measure) -> bool:
     """Whether two results are printed as equal in the tables."""
-    return measure.format(one.mean) == measure.format(other.mean)
+    return measure.format(one.mean) == measure.format(other.mean) and one.diverged == other.diverged
 
 
 def _name(group: RunGroup, family: Family) -> str:

@@ -19,7 +19,7 @@ from ..results.records import RunRecord
 from .figures.gallery import draw_all, method_styles
 from .figures.style import DARK, LIGHT, Styles, css_variables, to_svg
 from .findings import state_headline
-from .sentences import count, describe_setting, find_warnings
+from .sentences import count, describe_setting
 from .statistics.experiments import read_experiments
 from .statistics.groups import RunGroup
 from .statistics.setting_names import SECTIONS, value_text
@@ -129,7 +129,7 @@ def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
         "card": state_headline(experiment.families),
         "finding": findings[0],
         "findings": findings[1:],
-        "warnings": find_warnings(groups),
+        "warnings": table.warnings,
         "summary": table.summary,
         "sweeps": table.sweeps,
         "answers": table.answers,

@@ -31,7 +31,7 @@ def describe_setting(groups: Sequence[RunGroup]) -> str:
     """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
     run = groups[0].first
     parts = {name: run.section(name) for name in SECTIONS}
-    sizes = [sum(int(row.get(split) or 0) for row in run.clients) for split in ("train", "val", "test")]
+    sizes = _count_examples(run)
     found = [
         f"Data: {_describe(parts['data'], ('name', 'kind')) or 'not named'}.",
         f"{count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} "
@@ -95,6 +95,10 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
         status = [f"seed {run.record.seed} {run.status}" for run in group.runs if run.status]
         if status:
             found.append(f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has.")
+        status = [f"seed {run.record.seed} {run.status}" for run in group.left_out]
+        if status:
+            found.append(f"{group.label}: {'; '.join(status)}. No result counts it.")
+        found += _find_unequal_sizes(group)
         found += [
             f"{group.label}: seed {run.record.seed} {message}."
             for run in group.runs
@@ -106,7 +110,8 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
                 found.append(f"{group.label}: {clients} not finite, left out.")
         if without := int(group.results()["without"].fillna(0).max() or 0) if len(group.results()) else 0:
             clients = count(without, "client")
-            found.append(f"{group.label}: {clients} without test examples left out of all means.")
+            found.append(f"{group.label}: {clients} without a test result left out of all means.")
+        found += _find_unevaluated(group)
     series: dict[str, list[str]] = {}
     for group in groups:
         if group.headline is not None:
@@ -120,6 +125,40 @@ def find_warnings(groups: Sequence[RunGroup]) -> list[str]:
     remarks = (run.record.config.get("remarks") for group in groups for run in group.runs)
     found += dict.fromkeys(on_one_line(r) for listed in remarks if isinstance(listed, list) for r in listed)
     return found + collapse_warnings(groups) + _find_differences(groups)
+
+
+def _find_unevaluated(group: RunGroup) -> list[str]:
+    """A warning if only some clients were drawn for the last evaluation."""
+    results = group.results()
+    missing = int(results["not_evaluated"].fillna(0).max()) if len(results) else 0
+    if not missing:
+        return []
+    row = results.loc[results["not_evaluated"].idxmax()]
+    every = missing + int(row[["clients", "without", "non_finite"]].sum())
+    return [f"{group.label}: {every - missing} of {every} clients were evaluated; means are over those."]
+
+
+def _find_unequal_sizes(group: RunGroup) -> list[str]:
+    """A warning if the seeds of a group have so different numbers of examples that their data must differ."""
+    first = group.first
+    sizes = {run: _count_examples(run.record) for run in group.runs}
+    here = _count_examples(first)
+    found = []
+    for run in group.runs[1:]:
+        # seeds draw other clients: rounding may move an example of each of them to another part
+        least = max(len(first.clients), len(run.record.clients))
+        if any(abs(one - other) > least for one, other in zip(here, sizes[run], strict=True)):
+            texts = [
+                f"seed {record.seed} has {train} training, {val} validation and {test} test examples"
+                for record, (train, val, test) in ((first, here), (run.record, sizes[run]))
+            ]
+            found.append(f"{group.label}: {' and '.join(texts)}. Are these seeds of the same data?")
+    return found
+
+
+def _count_examples(run: RunRecord) -> tuple[int, ...]:
+    """Training, validation and test examples of all clients."""
+    return tuple(sum(int(row.get(split) or 0) for row in run.clients) for split in ("train", "val", "test"))
 
 
 def collapse_warnings(groups: Sequence[RunGroup]) -> list[str]:

@@ -12,7 +12,6 @@ from ..core.io.text import on_one_line
 from ..results.records import RunRecord
 from ..rounds.participation.participants import round_half_up
 from .statistics.groups import RunGroup
-from .statistics.measures import MEASURES
 from .statistics.run_statistics import RunStatistics, curve_over_seeds, estimate
 from .tables.number_formats import format_number
 
@@ -89,7 +88,7 @@ def _describe_attack(run: RunRecord, attack: Mapping[str, Any]) -> str:
     target = f" to class {attack.get('target', 0)}" if kind == "backdoor" else ""
     return (
         f"{hostile} of the {len(run.clients)} clients are hostile: {on_one_line(kind).replace('_', ' ')}{target}"
-        f"{strength}. Results are over all clients; the column “honest clients” leaves the hostile ones out."
+        f"{strength}. No result counts the hostile clients."
     )
 
 
@@ -120,22 +119,15 @@ def hostile_weight(run: RunStatistics) -> float:
 def trust_row(group: RunGroup) -> dict[str, float | None]:
     """Columns of the CSV about privacy and attacks; empty for runs without.
 
-    ``accuracy_honest`` is the mean over honest clients that can train, ``accuracy_std_honest`` its standard
-    deviation over them; ``backdoor_success`` the share of triggered examples that models of honest clients
-    take for the target, ``hostile_weight`` that of :func:`hostile_weight`; ``epsilon`` the ε that was spent.
+    ``backdoor_success`` is the share of triggered examples that models of honest clients take for the target,
+    ``hostile_weight`` that of :func:`hostile_weight`; ``epsilon`` the ε that was spent.
     """
-    row: dict[str, float | None] = {}
-    if any(run.record.measurements.flagged("hostile") for run in group.runs):
-        for measure in MEASURES:
-            for name in ("honest", "std_honest"):
-                found = estimate(group.results(measure=measure)[name])
-                row[measure.column(name)] = found.mean if found else None
     numbers = {
         "backdoor_success": [_last(run, "backdoor", "success") for run in group.runs],
         "hostile_weight": [hostile_weight(run) for run in group.runs],
         "epsilon": [_last(run, "privacy", "epsilon") for run in group.runs],
     }
-    return row | {name: found.mean for name, values in numbers.items() if (found := estimate(values))}
+    return {name: found.mean for name, values in numbers.items() if (found := estimate(values))}
 
 
 def _last(run: RunStatistics, kind: str, name: str) -> float:

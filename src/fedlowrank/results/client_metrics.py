@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,9 @@ from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import Examples
-from .measurements import Floats
+
+if TYPE_CHECKING:
+    from .measurements import Floats
 
 Labels = NDArray[Any]
 
@@ -55,6 +57,7 @@ class Metric:
         above: number of classes that it needs more than.
         of_labels: the same from scores and targets ``[n, classes]`` of zeros and ones, where every class of an
             example is present or absent; None where there is no such metric.
+        lower_is_better: whether a smaller value is better, as of an error; None for a function of the user's own.
     """
 
     about: str
@@ -63,6 +66,7 @@ class Metric:
     bounds: tuple[float, float] = (0.0, 1.0)
     above: int = 0
     of_labels: Callable[[Floats, Labels], float | None] | None = None
+    lower_is_better: bool | None = False
 
 
 def _f1(average: Literal["macro", "weighted"], scores: Floats, labels: Labels) -> float:
@@ -257,11 +261,21 @@ METRICS: Mapping[str, Metric] = {
     "top5": Metric(
         "share of examples whose class has one of the 5 highest scores", partial(_top, 5), above=5
     ),
-    "ece": Metric("expected calibration error, 15 bins", _calibration_error),
+    "ece": Metric("expected calibration error, 15 bins", _calibration_error, lower_is_better=True),
     "rmse": Metric(
-        "root mean squared error of a regression", _root_mean_square, "regression", (0.0, math.inf)
+        "root mean squared error of a regression",
+        _root_mean_square,
+        "regression",
+        (0.0, math.inf),
+        lower_is_better=True,
     ),
-    "mae": Metric("mean absolute error of a regression", _mean_absolute, "regression", (0.0, math.inf)),
+    "mae": Metric(
+        "mean absolute error of a regression",
+        _mean_absolute,
+        "regression",
+        (0.0, math.inf),
+        lower_is_better=True,
+    ),
     "r2": Metric(
         "coefficient of determination of a regression", _determination, "regression", (-math.inf, 1.0)
     ),
@@ -306,7 +320,18 @@ def check_names(given: Any) -> tuple[str, ...]:
 OwnMetrics = Mapping[str, Callable[..., Any]]
 """Functions ``metric(scores, targets)`` of a user, by name."""
 
-RESERVED = ("round", "client", "unseen", "hostile", "series", "split", "n", "accuracy", "loss")
+RESERVED = (
+    "round",
+    "client",
+    "unseen",
+    "hostile",
+    "series",
+    "split",
+    "n",
+    "counted_labels",
+    "accuracy",
+    "loss",
+)
 """Columns of tables of results, so no name of a metric."""
 
 
@@ -447,4 +472,4 @@ def _import_metric(name: str) -> Metric:
 
 
 def _own_metric(function: Callable[..., Any]) -> Metric:
-    return Metric("", function, "any", (-math.inf, math.inf))
+    return Metric("", function, "any", (-math.inf, math.inf), lower_is_better=None)

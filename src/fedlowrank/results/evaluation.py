@@ -28,8 +28,17 @@ from ..training.stacked import UnsupportedError
 from .client_metrics import Metric
 from .cohort_evaluation import CohortModels
 from .local_model import LocalModel, local_model
-from .measurements import ACCURACY, LOSS, PARAMETERS, ROUTE, Block, Column
-from .scoring import Scores, ScoringPool, all_scores, concatenate, measure, measure_each, pool_of
+from .measurements import ACCURACY, COUNTED_LABELS, LOSS, PARAMETERS, ROUTE, Block, Column
+from .scoring import (
+    Scores,
+    ScoringPool,
+    all_scores,
+    concatenate,
+    count_labels,
+    measure,
+    measure_each,
+    pool_of,
+)
 
 ModelsOfClients = Sequence[tuple[LocalModel, Sequence[ClientInfo]]]
 """Models, each with the clients that use it."""
@@ -81,6 +90,7 @@ class Evaluator:
         self._cohort_is_equal: dict[str, bool] = {}
         self._fits_cohorts = True
         self._not_finite: set[int] = set()
+        self._labels: dict[tuple[int, str], int] = {}
 
     def evaluate(
         self,
@@ -90,7 +100,7 @@ class Evaluator:
         clients: Sequence[ClientInfo] | None = None,
         trained: bool = True,
     ) -> Block:
-        """Accuracy, loss, further metrics, size and shares of clusters of every client's model.
+        """Accuracy, loss, further metrics, size and shares of clusters of every client's model, and labels that count.
 
         Args:
             server: its state after the round.
@@ -125,10 +135,21 @@ class Evaluator:
         self._former_pools = {}
         measured = Block.join([Block.from_json(block) for block in found])
         self._warn_of_not_finite(measured)
-        return measured
+        return Block(measured.clients, measured.columns + self._counted_labels(measured.clients))
+
+    def _counted_labels(self, clients: Sequence[int]) -> list[Column]:
+        """How many labels of each client count; nothing where these are the numbers of examples."""
+        parts = {(i, split): getattr(self.federation.clients[i], split) for i in clients for split in SPLITS}
+        for key in parts.keys() - self._labels.keys():
+            self._labels[key] = count_labels(parts[key], self.federation.loss)
+        if all(self._labels[key] == len(part) for key, part in parts.items()):
+            return []
+        return [
+            Column(COUNTED_LABELS, "", split, [self._labels[i, split] for i in clients]) for split in SPLITS
+        ]
 
     def _warn_of_not_finite(self, measured: Block) -> None:
-        """Name once each client whose loss is not finite and is therefore excluded from means."""
+        """Name once each client whose loss is not finite."""
         found: dict[int, str] = {}
         for column in measured.columns:
             for client, loss in zip(measured.clients, column.values, strict=True):
@@ -142,8 +163,8 @@ class Evaluator:
         if found:
             named = [*found.values()]
             logger.warning(
-                "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Means over clients leave the "
-                "loss out, and such examples count as wrong",
+                "the loss is not finite at %s%s: its scores hold a NaN or an infinity. Tables leave the loss out of "
+                "means over clients and count it, loggers write NaN, and such examples count as wrong",
                 ", ".join(named[:_NAMED]),
                 f" and {len(named) - _NAMED} more clients" if len(named) > _NAMED else "",
             )

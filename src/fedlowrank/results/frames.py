@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from .measurements import COSTS, Measurements
+from .measurements import COSTS, COUNTED_LABELS, Measurements
 from .records import RoundRecord, RunRecord, describe_missing
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
 
     Returns:
         Columns round, client, client_name (where clients have names), unseen, hostile, series, split, n
-        (examples of the client in the split; NaN if they are not known), accuracy, loss and one for each
+        (examples of the client in the split; NaN if they are not known), counted_labels (where accuracy and loss are
+        means over labels of pixels or tokens, or some labels are left out), accuracy, loss and one for each
         further metric. NaN where a client has no example in a split or a metric is not defined; infinite where
         the result of a model that diverged is not finite. Clients that were not evaluated
         (``evaluate_clients``) have no row.
@@ -59,6 +60,8 @@ def client_frame(table: Measurements, *, last: bool = False, series: str | None 
             for split in table.splits(t, name):
                 n = table.examples(split, table.clients)[who]
                 columns = dict(zip(KEYS, (t, who, is_unseen, is_hostile, name, split, n), strict=True))
+                if (labels := table.row(t, COUNTED_LABELS, "", split)) is not None:
+                    columns[COUNTED_LABELS] = labels[who]
                 for metric in names:
                     row = table.row(t, metric, name, split)
                     columns[metric] = math.nan if row is None else row[who]
@@ -112,10 +115,11 @@ def rounds_frame(records: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: str = "accuracy") -> pd.Series:
-    """Average results over clients, each weighted by its number of examples n.
+    """Average results over clients, each weighted by its number of examples n, or by counted_labels where it has them.
 
     ``table.groupby(by)[column].mean()`` counts every client once, as the report does. The mean here counts every
-    example once: of accuracies it is the accuracy on the examples of all clients together.
+    example once, or every label that counts of pixels, tokens, and examples of which some have no label: of accuracies
+    it is the accuracy on the labels of all clients together.
 
     Args:
         table: rows of one series and one split, of :func:`load_runs` or :meth:`..rounds.outcome.result.Result.to_frame`.
@@ -146,13 +150,15 @@ def average_by_examples(table: pd.DataFrame, by: str | Sequence[str], column: st
                 f"{name!r} to by."
             )
     some = table[table[column].notna()]
-    if some["n"].isna().any():
+    weights = some["n"] if COUNTED_LABELS not in some else some[COUNTED_LABELS].fillna(some["n"])
+    if weights.isna().any():
         raise DataError(
             "average_by_examples: the numbers of examples of some clients are not known, as in a run over a "
             "network under privacy. Average clients alike: table.groupby(by)[column].mean()"
         )
-    groups = some.assign(total=some[column] * some["n"]).groupby(keys)[["total", "n"]].sum()
-    means: pd.Series = groups["total"] / groups["n"]
+    products = pd.DataFrame({"total": some[column] * weights, "weight": weights})
+    sums = products.groupby([some[key] for key in keys]).sum()
+    means: pd.Series = sums["total"] / sums["weight"]
     every = table.groupby(keys).size().index
     return means.reindex(every).rename(column)
 

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from .client_metrics import METRICS
+
 if TYPE_CHECKING:
     import pandas as pd
 
 Floats = NDArray[np.float64]
-Who = Literal["trained", "honest", "unseen", "all"]
+Who = Literal["honest", "unseen", "all"]
 
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
 """Names of what a round costs."""
@@ -38,9 +40,20 @@ ACCURACIES_OF_TEXTS = TOKEN_ACCURACY, PAIR_ACCURACY, RETRIEVAL
 
 """Names of the numbers that every evaluation has of a client, the last one of methods with clusters."""
 
-_ALWAYS = (ACCURACY, LOSS, PARAMETERS, ROUTE)
+COUNTED_LABELS = "counted_labels"
+"""Number of a client's labels over which its accuracy and its loss are means: of labels of pixels or tokens, and where
+some are left out (``loss.ignore_index``). Without it they are means over examples."""
+
+_ALWAYS = (ACCURACY, LOSS, PARAMETERS, ROUTE, COUNTED_LABELS)
 
 COLUMNS = ("round", "client", "series", "split", "name", "value")
+
+
+def is_lower_better(name: str) -> bool | None:
+    """Whether a smaller value of a number of clients is better; None for a metric of the user's own and for sizes."""
+    if name in METRICS:
+        return METRICS[name].lower_is_better
+    return {LOSS: True, **dict.fromkeys((ACCURACY, *ACCURACIES_OF_TEXTS), False)}.get(name)
 
 
 @dataclass(frozen=True)
@@ -126,29 +139,35 @@ def as_row(values: Iterable[float | None]) -> Floats:
 
 
 def summarize(
-    values: Floats, examples: NDArray[Any] | None = None, *, is_loss: bool = False
+    values: Floats,
+    weights: NDArray[Any] | None = None,
+    *,
+    lower_is_better: bool | None = False,
+    is_evaluated: NDArray[np.bool_] | None = None,
 ) -> dict[str, Floats]:
     """Statistics over clients of every evaluation; the one place that knows what a mean over clients is.
 
     Args:
         values: ``[evaluations, clients]``; NaN for a client without a value, infinite if it is not finite.
-        examples: of each client, as weights; None if they are not known.
-        is_loss: whether the worst value is the largest.
+        weights: ``[clients]`` or ``[evaluations, clients]``, the numbers of examples; None if they are not known.
+        lower_is_better: whether the worst value is the largest; None if nobody knows.
+        is_evaluated: ``[evaluations, clients]``, whether a client was evaluated; None for all.
 
     Returns:
         Of each evaluation ``mean`` and ``std`` over the clients with a finite value (divided by their number, for
-        they are no sample), ``weighted`` mean by examples, ``worst`` (mean of the worst ceil(10 %) of clients),
-        ``without`` (clients without a value) and ``non_finite`` (clients whose value is not finite, and in no
-        other number). NaN where no client has a finite value.
+        they are no sample), ``weighted`` mean, and ``worst``, the mean of the worst ceil(10 %) of these
+        clients. They are NaN where no client has a finite value, ``worst`` also where nobody knows which value is
+        worse. Every client is in one of four numbers: ``clients`` with a finite value, ``non_finite`` whose value is
+        not finite, ``without`` a value although it was evaluated, such as without examples, and ``not_evaluated``.
     """
     # by columns, so that numpy adds up one client after another and a mean does not depend on memory layout
     values = np.asfortranarray(values)
     finite = np.isfinite(values)
     count = finite.sum(axis=1)
     known = np.where(finite, values, 0.0)
-    weights = np.full(values.shape[1], math.nan) if examples is None else examples
+    weights = np.where(finite, math.nan if weights is None else weights, 0.0)
     # the worst first; what is not finite comes last
-    cost = -np.sort(np.where(finite, -values if is_loss else values, np.inf), axis=1)
+    cost = -np.sort(np.where(finite, -values if lower_is_better else values, np.inf), axis=1)
     tenth = np.ceil(count / 10).astype(int)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = known.sum(axis=1) / count
@@ -158,12 +177,18 @@ def summarize(
             worst = sums[:, 0] / tenth
         else:
             worst = np.full(len(values), math.nan)
+        if lower_is_better is None:
+            worst = np.full(len(values), math.nan)
+        is_missing = np.isnan(values)
+        evaluated = np.ones_like(is_missing) if is_evaluated is None else is_evaluated
         return {
             "mean": mean,
             "std": np.sqrt((deviations**2).sum(axis=1) / count),
-            "weighted": (known * weights).sum(axis=1) / (finite * weights).sum(axis=1),
-            "worst": worst if is_loss else -worst,
-            "without": np.isnan(values).sum(axis=1),
+            "weighted": (known * weights).sum(axis=1) / weights.sum(axis=1),
+            "worst": worst if lower_is_better else -worst,
+            "clients": count,
+            "without": (is_missing & evaluated).sum(axis=1),
+            "not_evaluated": (is_missing & ~evaluated).sum(axis=1),
             "non_finite": np.isinf(values).sum(axis=1),
         }
 
@@ -173,7 +198,12 @@ def mean_over_clients(values: Iterable[float | None]) -> float | None:
 
     It is NaN if the value of a client is not finite: a round is not better for a client whose model diverged.
     """
-    found = {name: statistic[0] for name, statistic in summarize(as_row(values)[None]).items()}
+    return _mean_of_row(as_row(values))
+
+
+def _mean_of_row(row: Floats) -> float | None:
+    """The same of a row of :func:`as_row`."""
+    found = {name: statistic[0] for name, statistic in summarize(row[None]).items()}
     if found["non_finite"]:
         return math.nan
     return None if math.isnan(found["mean"]) else float(found["mean"])
@@ -308,13 +338,13 @@ class Measurements:
         return {row.get("id", i): row.get(name) for i, row in enumerate(self._clients)}
 
     def who(self, group: Who, count: int) -> list[int]:
-        """Of so many clients those of a group: that train, are honest besides, or never train."""
+        """Of so many clients those of a group: that can train and are not hostile, or that never train."""
         unseen, hostile = self.flagged("unseen"), self.flagged("hostile")
         if group == "all":
             return list(range(count))
         if group == "unseen":
             return [i for i in range(count) if i in unseen]
-        return [i for i in range(count) if i not in unseen and not (group == "honest" and i in hostile)]
+        return [i for i in range(count) if i not in unseen and i not in hostile]
 
     def examples(self, split: str, count: int) -> NDArray[Any]:
         """Examples of each of so many clients in a split; NaN for all if one is not known."""
@@ -323,8 +353,19 @@ class Measurements:
             return np.full(count, math.nan)
         return np.array([known[i] for i in range(count)])
 
-    def over_clients(self, name: str, series: str, split: str = "test", who: Who = "trained") -> pd.DataFrame:
-        """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value."""
+    def weights(self, round: int, split: str, count: int) -> NDArray[Any]:
+        """By what each of so many clients weighs in a mean over examples: its labels that count, or its examples."""
+        row = self.row(round, COUNTED_LABELS, "", split)
+        return self.examples(split, count) if row is None else row
+
+    def over_clients(self, name: str, series: str, split: str = "test", who: Who = "honest") -> pd.DataFrame:
+        """Statistics over clients by round, as of :func:`summarize`, of the rounds with a finite value.
+
+        The weighted mean is by the labels that count, which are the examples unless there are labels of pixels or
+        tokens, or some are left out: of accuracies it is the accuracy on the labels of all clients together. The worst
+        clients are those that :func:`is_lower_better` says; NaN where it does not know. A client whose value is not finite
+        is in no mean, so rounds and settings are compared by :func:`mean_over_clients`.
+        """
         import pandas as pd
 
         rows = self._of_clients.get((name, series, split), {})
@@ -332,17 +373,22 @@ class Measurements:
         places = self.who(who, count)
         found = {t: row[places] for t, row in rows.items() if np.isfinite(row[places]).any()}
         values = np.array(list(found.values()), dtype=np.float64).reshape(len(found), len(places))
-        scores = summarize(values, self.examples(split, count)[places], is_loss=name == LOSS)
+        flags = [np.isin(places, self.evaluated(t)) for t in found]
+        scores = summarize(
+            values,
+            np.array([self.weights(t, split, count)[places] for t in found]).reshape(values.shape),
+            lower_is_better=is_lower_better(name),
+            is_evaluated=np.array(flags, dtype=np.bool_).reshape(values.shape),
+        )
         return pd.DataFrame(scores, index=list(found))
 
-    def mean(self, name: str, series: str, split: str, who: Who = "trained") -> float | None:
-        """The mean over the clients with a finite value after the last round that has the number; None without one."""
+    def mean(self, name: str, series: str, split: str, who: Who = "honest") -> float | None:
+        """The mean of :func:`mean_over_clients` after the last round that has the number; None without a value."""
         rows = self._of_clients.get((name, series, split), {})
         if not rows:
             return None
         row = rows[max(rows)]
-        mean = float(summarize(row[self.who(who, len(row))][None])["mean"][0])
-        return None if math.isnan(mean) else mean
+        return _mean_of_row(row[self.who(who, len(row))])
 
     def routes(self) -> dict[int, Floats]:
         """Shares ``[clients, clusters]`` by round, where all clients have them; none for a single cluster."""

@@ -38,8 +38,8 @@ from .measurements import ACCURACY, COSTS, LOSS, TRAINING_LOSS, Block, Measureme
 NO_RECORD = (LookupError, ValueError, TypeError, AttributeError, RecursionError)
 """What :meth:`RoundRecord.from_json` raises where a line is none of its own."""
 
-NOT_SETTINGS = ("seed", "target")
-"""Keys of ``run.json`` that make no other setting of a run."""
+NOT_SETTINGS = ("run.seed", "run.target")
+"""What may differ between runs of one setting."""
 
 logger = logging.getLogger(__name__)
 
@@ -272,9 +272,9 @@ class RunRecord:
 
     @cached_property
     def vary(self) -> tuple[tuple[str, Any], ...]:
-        """The varied settings with their values; seeds are not settings."""
+        """The varied settings with their values; the seed of the run is none."""
         settings = ((on_one_line(key), value) for key, value in self.section("vary").items())
-        return tuple((key, value) for key, value in settings if key.rpartition(".")[2] not in NOT_SETTINGS)
+        return tuple((key, value) for key, value in settings if key not in NOT_SETTINGS)
 
     @cached_property
     def ranks(self) -> dict[int, int]:

@@ -221,6 +221,22 @@ def _batches(
             first = end
 
 
+def count_labels(examples: Examples, loss: Loss) -> int:
+    """Number of labels over which the accuracy and the loss of a set are means; without labels that of examples.
+
+    Of a label for each pixel or token these are all that count (``loss.ignore_index``), of language models the tokens
+    that are predicted.
+    """
+    y = examples.y
+    if loss.compares_texts or (y.ndim == 1 and loss.kind == "auto"):
+        return len(y)
+    if (weights := Batch(None, y, loss=loss).weights) is not None:
+        return int(weights.sum())
+    if y.is_floating_point():
+        return y.numel() if y.ndim > 2 and loss.is_binary(y) else len(y)
+    return int((y != loss.ignore_index).sum())
+
+
 def labeled_entries(scores: Tensor, y: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Scores and labels for metrics, one row for each label that counts, and the number of rows of each example.
 

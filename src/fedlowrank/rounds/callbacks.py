@@ -13,7 +13,8 @@ from ..core.arguments.field_checks import check_arguments
 from ..core.arguments.user_code import import_named
 from ..core.errors import ConfigError
 from ..data.federation import Federation
-from ..results.measurements import LOSS
+from ..results.measurements import LOSS, is_lower_better
+from ..results.ranking import exceeds
 from ..results.records import RoundRecord
 from .run_settings import RunSettings
 
@@ -66,14 +67,16 @@ class EarlyStopping(Callback):
     """Ends a run whose validation does not get better.
 
     What counts is :meth:`..results.records.RoundRecord.validation`: the mean validation accuracy of the clients, of a
-    regression minus their mean validation loss. Rounds without evaluation do not count.
+    regression minus their mean validation loss. Rounds without evaluation do not count. Equal results that differ by
+    rounding are equal: see :func:`..results.ranking.exceeds`.
 
     Args:
         patience: evaluations in a row without a better one after which the run ends.
         min_delta: an evaluation is better if it exceeds the best one by more than this, in units of the
             accuracy in [0, 1], of the loss, or of the metric.
         metric: one of the run's ``metrics`` that counts instead: its mean over the clients' validation examples.
-        lower_is_better: whether a smaller value of this metric is better, as of an error.
+        lower_is_better: whether a smaller value of this metric is better, as of an error; None for what is known of
+            the metrics of this package, and False for a function of your own.
 
     Raises:
         ConfigError: if a number is out of its bounds, no client has validation examples, or the run does not
@@ -87,7 +90,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         *,
         metric: str | None = None,
-        lower_is_better: bool = False,
+        lower_is_better: bool | None = None,
     ) -> None:
         if patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be >= 1; it is {patience}")
@@ -96,6 +99,8 @@ class EarlyStopping(Callback):
         if lower_is_better and metric is None:
             raise ConfigError("EarlyStopping: lower_is_better is about a metric; name it by metric=...")
         self.patience, self.min_delta = patience, min_delta
+        if lower_is_better is None and metric is not None:
+            lower_is_better = is_lower_better(metric)
         self.metric, self.sign = metric, -1.0 if lower_is_better else 1.0
         self._best: float | None = None
         self._best_round, self._waited = 0, 0
@@ -118,18 +123,27 @@ class EarlyStopping(Callback):
         if value is None:
             # over a network, clients with few examples send none, and who does not reply has none
             if record.mean("test", LOSS) is not None and self._best is None:
-                raise ConfigError(NEEDS_VALIDATION)
+                raise ConfigError(self._reason_without_value(record))
             if record.is_evaluated:
                 logger.warning(
-                    "round %d: no client has sent a validation, so early stopping does not count it",
+                    "round %d: no client has a validation result, so early stopping does not count it",
                     record.round,
                 )
             return False
-        if self._best is None or value > self._best + self.min_delta:
+        if self._best is None or exceeds(value, self._best, by=self.min_delta):
             self._best, self._best_round, self._waited = value, record.round, 0
         else:
             self._waited += 1
         return self._waited >= self.patience
+
+    def _reason_without_value(self, record: RoundRecord) -> str:
+        """Why no client has a validation result by which a run could end."""
+        if self.metric is None or record.mean("val", LOSS) is None:
+            return NEEDS_VALIDATION
+        return (
+            f"EarlyStopping: the metric {self.metric!r} is not defined on the validation examples of any client, as "
+            "that of AUROC where all are of one class. Choose another metric, or give clients more validation examples"
+        )
 
     def _value(self, record: RoundRecord) -> float | None:
         """What counts of an evaluation, higher is better; None without evaluation or validation examples."""

@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-from ..core.errors import CheckpointError, FedlowrankError
+from ..core.errors import CheckpointError, FedlowrankError, NonFiniteError
 from ..core.io.atomic_files import as_checkpoint_error, write_atomically
+from ..results.ranking import find_best
 from ..results.records import RoundRecord
 from ..storage.run_files import ANSWERS, LEDGER, read_answers
 from ..storage.run_folder import RunFolder
@@ -214,8 +215,7 @@ def _ignore(record: RoundRecord) -> None:
 
 def _is_best(records: list[RoundRecord]) -> bool:
     """Whether validation is better after the last round than after all before it."""
-    *before, now = (r.validation() for r in records)
-    return now is not None and all(b is None or now > b for b in before)
+    return find_best(record.validation() for record in records) == len(records) - 1
 
 
 @contextlib.contextmanager
@@ -239,7 +239,7 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
                 is_whole = records and records[-1].round == run.round
                 if is_whole and not isinstance(error, CheckpointError):
                     _save_once(run, folder)
-                folder.status("stopped", run.round, why)
+                folder.status("diverged" if isinstance(error, NonFiniteError) else "stopped", run.round, why)
         raise
     if folder is not None:
         folder.status("finished", run.round, run.stopped)

@@ -253,8 +253,10 @@ class RoundResults:
         is_finite = result.cohort is not None and result.cohort.is_finite(result.place)
         where = tree.not_finite(result.upload) if result.error is None and not is_finite else None
         if result.error is not None or where is not None:
-            dropped = f"the reply of {info.title} holds a NaN or an infinity at {where}; it was dropped"
-            self.not_finite[info.id] = str(result.error or dropped)
+            reason = f"the reply of {info.title} holds a NaN or an infinity at {where}; it was dropped"
+            if result.error is not None:
+                reason = f"{result.error.finding}; its reply was dropped. {result.error.cure}."
+            self.not_finite[info.id] = reason
             return self.not_finite[info.id]
         if missed is not None:
             return missed

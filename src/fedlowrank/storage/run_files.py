@@ -6,7 +6,7 @@ RUN/clients.json      one row a client: architecture, examples in train/val/test
                       (null if unknown), whether it never trains
 RUN/metrics.jsonl.gz  one line of JSON a round (``RoundRecord``); round 0 is the state before any training;
                       ``pandas.read_json("RUN/metrics.jsonl.gz", lines=True)``
-RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
+RUN/status.json       {"state": "running" | "finished" | "stopped" | "diverged", "rounds": ..., "message": ...}
 RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
 RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.storage.lock`
 RUN/checkpoint/       see :mod:`fedlowrank.storage.checkpoint`
@@ -149,7 +149,7 @@ def completed_rounds(folder: Path, status: Mapping[str, Any]) -> int:
     """Rounds that a run has surely completed: those of its last checkpoint, or of its end."""
     saved = [int(path.stem) for path in folder.glob(CHECKPOINTS) if path.stem.isdigit()]
     # a run that an error stopped may have counted a round that has no record
-    ended = status.get("rounds") if status.get("state") != "stopped" else 0
+    ended = status.get("rounds") if status.get("state") not in ("stopped", "diverged") else 0
     return max(0, *saved, ended if isinstance(ended, int) else 0)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.errors import DataError
 from ...core.key import Key
-from ...core.learning.losses import AUTO, OF_LABELS, OF_REAL_TARGETS, Loss
+from ...core.learning.losses import AUTO, IGNORE_INDEX, OF_LABELS, OF_REAL_TARGETS, Loss
 from ..dataset import ClientData, Examples, Inputs
 from ..input_types import InputTypes
 from ..partitioning.checks import check_finite_values, describe_array
@@ -237,10 +237,20 @@ def _reject_negative_labels(clients: Sequence[ClientData], titles: Sequence[str]
             leaves_out = loss.kind != "auto" or examples.is_dense
             y = examples.y[examples.y != loss.ignore_index] if leaves_out else examples.y
             if (y < 0).any():
+                label = int(y.min())
                 raise DataError(
-                    f"{title}: label {int(y.min())} is negative. Leave out examples without a label, or set "
-                    "loss.ignore_index; of the labels -1 and 1 give y > 0"
+                    f"{title}: label {label} is negative. Leave out examples without a label, or "
+                    f"{_advise_to_ignore(label, loss)}; of the labels -1 and 1 give y > 0"
                 )
+
+
+def _advise_to_ignore(label: int, loss: Loss) -> str:
+    """What to set so that a label does not count."""
+    if loss.kind in ("cross_entropy", "focal"):
+        return f"set loss.ignore_index = {label}"
+    if label == IGNORE_INDEX:
+        return f"set loss.kind = 'cross_entropy', which leaves out the label {label}"
+    return f"set loss.kind = 'cross_entropy' and loss.ignore_index = {label}"
 
 
 def is_one_hot(y: Tensor) -> bool:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.errors import ConfigError
+from ...results.ranking import ROUNDING
 from ...results.records import RunRecord
 from .measures import ACCURACY, LOSS
-from .run_statistics import ROUNDING, RunStatistics
+from .run_statistics import RunStatistics
 
 
 class Target(NamedTuple):

@@ -29,7 +29,10 @@ class RunGroup:
     short: str  # label without the varied settings, so the same for a method throughout a sweep
     label: str  # with them, unique in the experiment
     target: Target  # accuracy up to which costs are counted
-    runs: tuple[RunStatistics, ...]  # one a seed, in the order given
+    runs: tuple[RunStatistics, ...]  # one a seed, in the order given: those that finished, or all if none did
+    left_out: tuple[
+        RunStatistics, ...
+    ] = ()  # seeds that did not finish, where others did: they are in no result
     repeated: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
 
     @property
@@ -83,9 +86,17 @@ class RunGroup:
         if value is None:
             return None
         successes, results = zip(*found, strict=True)
+        seeds = [run.state for run in (*self.runs, *self.left_out)]
+        clients = int(self.results(series, by)["non_finite"].sum()) if column == "last" else 0
+        diverged = []
+        if n := seeds.count("diverged"):
+            diverged.append(f"{n} of {len(seeds)} seeds")
+        if clients:
+            diverged.append(f"{clients} client{'s' * (clients > 1)}")
         certain = [success for success in successes if success is not None]
         return value._replace(
             modes=find_modes(results, is_loss=by.is_loss, successes=successes),
+            diverged=" and ".join(diverged),
             groups_found=(sum(certain), len(certain)) if certain else None,
         )
 
@@ -99,7 +110,7 @@ class RunGroup:
             start) and ``simulated_seconds`` (since the start; NaN without a simulated clock), indexed by round.
         """
         name, by = self.headline if series is None else series, measure or self.measure
-        scores = [run.curve(name, by, who="unseen" if unseen else "trained")["mean"] for run in self.runs]
+        scores = [run.curve(name, by, who="unseen" if unseen else "honest")["mean"] for run in self.runs]
         curve = self._without_interval(curve_over_seeds(scores), name, by)
         sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
         elapsed = [run.simulated for run, score in zip(self.runs, scores, strict=True) if len(score)]
@@ -134,8 +145,9 @@ class RunGroup:
 
 
 RESULTS = [
-    "round", "last", "std_clients", "last_weighted", "worst_tenth", "without", "non_finite", "last_ten",
-    "best_test", "best_round", "best_by_validation", "unseen", "std_unseen", "honest", "std_honest",
+    "round", "last", "std_clients", "last_weighted", "worst_tenth", "clients", "without", "not_evaluated",
+    "non_finite", "last_ten",
+    "best_test", "best_round", "best_by_validation", "unseen", "std_unseen",
 ]  # fmt: skip
 
 
@@ -174,9 +186,14 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
         for run in runs:
             key = json.dumps([run.record.method, run.settings, run.record.vary], sort_keys=True)
             by_settings.setdefault(key, []).append(run)
-        chosen = choose_target(list(by_settings.values()), target)
+        chosen = choose_target([_finished(some) for some in by_settings.values()], target)
         found += _label([_group(experiment, some, chosen) for some in by_settings.values()])
     return found
+
+
+def _finished(runs: Sequence[RunStatistics]) -> list[RunStatistics]:
+    """The runs that finished; all of them if none did, as where a report is written of runs that go on."""
+    return [run for run in runs if run.state == "finished"] or list(runs)
 
 
 def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> RunGroup:
@@ -184,9 +201,12 @@ def _group(experiment: str, runs: Sequence[RunStatistics], target: Target) -> Ru
     # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
     by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
     repeated = tuple(seed for seed, n in Counter(seeds).items() if n > 1)
-    first, kept = runs[0].record, tuple(by_seed[seed] for seed in dict.fromkeys(seeds))
-    title = first.method_title
-    return RunGroup(experiment, first.method, first.vary, title, title, target, kept, repeated)
+    first, distinct = runs[0].record, [by_seed[seed] for seed in dict.fromkeys(seeds)]
+    kept, title = _finished(distinct), first.method_title
+    left_out = tuple(run for run in distinct if run not in kept)
+    return RunGroup(
+        experiment, first.method, first.vary, title, title, target, tuple(kept), left_out, repeated
+    )
 
 
 def _label(groups: Sequence[RunGroup]) -> list[RunGroup]:

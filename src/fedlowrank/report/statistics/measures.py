@@ -81,7 +81,7 @@ class Measure:
         """The column of the CSV for a statistic; columns of accuracy are shorter because they came first."""
         if self.is_loss:
             return f"loss_{name}"
-        longer = ("last", "last_weighted", "unseen", "std_unseen", "honest", "std_honest")
+        longer = ("last", "last_weighted", "unseen", "std_unseen")
         return f"accuracy_{name}" if name in longer else name
 
 

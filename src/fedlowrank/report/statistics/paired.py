@@ -22,7 +22,7 @@ class Versus:
 
     group: RunGroup
     difference: Difference | None  # the group minus the best; None without a seed and clients that both have
-    p: float  # corrected by Holm for the comparisons of the family; NaN if there is no test
+    p: float  # corrected by Holm for all pairs of the family; NaN if there is no test
 
     @property
     def is_worse(self) -> bool:
@@ -44,6 +44,7 @@ class Family:
     measure: Measure
     ranked: tuple[tuple[RunGroup, Estimate], ...]  # groups that have a result, the best first
     others: tuple[Versus, ...]  # all of them but the best, in the same order
+    pairs: int = 0  # tests of any two groups, for which p is corrected
 
     @property
     def best(self) -> RunGroup | None:
@@ -60,7 +61,7 @@ class Family:
         """Names the test, its number of pairs and the correction; empty without a test."""
         tested = [one.difference for one in self.others if one.difference and one.p == one.p]
         texts = list(dict.fromkeys(_name_test(one) for one in tested))
-        holm = f", p corrected by Holm for {len(tested)} comparisons" if len(tested) > 1 else ""
+        holm = f", p corrected by Holm for all {self.pairs} pairs" if self.pairs > 1 else ""
         return f"{' or '.join(texts)}{holm}" if texts else ""
 
     @property
@@ -72,6 +73,9 @@ class Family:
 def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequence[RunGroup]) -> Family:
     """Compare groups of an experiment with the best of them.
 
+    Which group is the best is chosen by the same results, so that p-values are corrected for the tests of all pairs.
+    Groups of which a seed or a client diverged stand last and are not tested.
+
     Args:
         experiment: its name.
         text: what is varied, with its value; empty if nothing is.
@@ -79,12 +83,18 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
         groups: those to compare.
     """
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    ranked = tuple(sorted(results, key=lambda pair: measure.cost(pair[1].mean)))
-    gaps = [_difference(group, ranked[0][0], measure) for group, _ in ranked[1:]]
-    corrected = correct_holm([gap.p if gap else float("nan") for gap in gaps])
-    found = zip(ranked[1:], gaps, corrected, strict=True)
-    others = tuple(Versus(group, gap, p) for (group, _), gap, p in found)
-    return Family(experiment, text, measure, ranked, others)
+    # a mean without what diverged may look better than it is
+    ranked = tuple(sorted(results, key=lambda pair: (bool(pair[1].diverged), measure.cost(pair[1].mean))))
+    gaps = [
+        None if result.diverged else _difference(group, ranked[0][0], measure) for group, result in ranked[1:]
+    ]
+    tested = sum(gap is not None and gap.p == gap.p for gap in gaps)
+    pairs = tested * (tested + 1) // 2
+    corrected = correct_holm([gap.p if gap else math.nan for gap in gaps], pairs)
+    others = tuple(
+        Versus(group, gap, p) for (group, _), gap, p in zip(ranked[1:], gaps, corrected, strict=True)
+    )
+    return Family(experiment, text, measure, ranked, others, pairs)
 
 
 def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -101,7 +111,7 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
                 "p_best_holm": one.p,
                 "paired_over": gap.over if gap else None,
                 "pairs": gap.n if gap else None,
-                "not_worse": int(one.group.label in kept),
+                "not_worse": int(one.group.label in kept) if one.p == one.p else None,
             }
         if family.best:
             found[family.best.experiment, family.best.label] = {"not_worse": 1}
@@ -111,16 +121,23 @@ def paired_columns(families: Sequence[Family]) -> dict[tuple[str, str], dict[str
 def paired_differences(one: RunGroup, other: RunGroup, measure: Measure) -> list[pd.Series]:
     """Differences ``one - other`` of each client, for each seed whose clients are the same in both groups.
 
-    Clients that never train, and those without a finite result in both groups, are left out.
+    Clients that count in no mean, and those without a finite result in both groups, are left out, and so are seeds
+    of which one run is at another round than the other and did not finish.
     """
     by_seed = {run.record.seed: run for run in other.runs}
     found = []
     for run in one.runs:
         twin = by_seed.get(run.record.seed)
-        if twin is not None and _clients(run.record) == _clients(twin.record):
+        if twin is not None and _clients(run.record) == _clients(twin.record) and _are_level(run, twin):
             gaps = _results(one, run, measure) - _results(other, twin, measure)
             found.append(gaps.dropna())
     return [gaps for gaps in found if len(gaps)]
+
+
+def _are_level(one: RunStatistics, other: RunStatistics) -> bool:
+    """Whether both runs finished, maybe by patience, or were last evaluated after the same round."""
+    ends = [run.table.evaluated_rounds[-1:] for run in (one, other)]
+    return one.state == other.state == "finished" or ends[0] == ends[1]
 
 
 def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series:

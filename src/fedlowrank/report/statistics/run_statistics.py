@@ -3,7 +3,7 @@
 Accuracies are fractions in [0, 1]. A client without test examples has no accuracy: it is left out and
 counted, never scored as zero. The standard deviation over clients divides by their number, because they are
 all the clients of the federation and not a sample. Clients that never train are reported apart from the
-others.
+others, and hostile clients of a simulated attack are in no result.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from scipy.special import stdtrit
 
 from ...core.io.text import on_one_line
 from ...results.measurements import COSTS, Measurements, Who, mean_over_clients
+from ...results.ranking import ROUNDING, find_best
 from ...results.records import RoundRecord, RunRecord, describe_missing
 from .measures import ACCURACY, MEASURES, Measure
 from .modes import Modes, finds_all_groups
 from .setting_names import settings_of
 
 LAST = 10  # evaluations in the mean over the end of a run
-# Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9.
-ROUNDING = 1e-12
 CONFIDENCE = 0.95
 
 
@@ -40,13 +39,15 @@ class Estimate(NamedTuple):
     # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
     ci: float
     modes: Modes | None = None  # set where the mean and its interval describe no seed
+    diverged: str = ""  # what is not in the mean because it is not finite, such as ``1 of 3 seeds``
     # seeds that found all groups of clients, and seeds of which it is known; None if it is of none
     groups_found: tuple[int, int] | None = None
 
 
 def format_estimate(measure: Measure, value: Estimate) -> str:
     """A result over seeds without its unit: ``93.12 ± 1.10``, or of two groups of seeds ``4 of 5 ≥ 92.50``."""
-    return format_modes(measure, value.modes) if value.modes else measure.format_pair(value.mean, value.ci)
+    text = format_modes(measure, value.modes) if value.modes else measure.format_pair(value.mean, value.ci)
+    return f"{text} ({value.diverged} diverged)" if value.diverged else text
 
 
 def format_modes(measure: Measure, modes: Modes) -> str:
@@ -140,7 +141,7 @@ class RunStatistics:
         return {}
 
     def curve(
-        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "trained"
+        self, series: str | None, measure: Measure, split: str = "test", *, who: Who = "honest"
     ) -> pd.DataFrame:  # fmt: skip
         """Statistics of one series over clients, by round: see :func:`fedlowrank.results.measurements.summarize`."""
         key = measure.name, series or "", split, who
@@ -152,15 +153,15 @@ class RunStatistics:
     def last_metrics(self) -> dict[tuple[str, str], float]:
         """Further metrics after the last round that has them, by name and series.
 
-        Means over the clients that can train and for which the metric is defined; infinite if one of them is
+        Means over the clients that count in means and for which the metric is defined; infinite if one of them is
         not finite.
         """
         found = {}
         for name in self.table.metrics:
             for series in self.table.series(name):
                 values = self.table.of_clients(name, series, "test").iloc[-1]
-                trained = values[self.table.who("trained", len(values))].dropna()
-                mean = mean_over_clients(trained)
+                honest = values[self.table.who("honest", len(values))].dropna()
+                mean = mean_over_clients(honest)
                 if mean is not None:
                     found[name, series] = math.inf if math.isnan(mean) else mean
         return found
@@ -189,12 +190,12 @@ class RunStatistics:
 
         Returns:
             ``last``: mean over clients at the last evaluated round, with ``round``, ``std_clients``,
-            ``last_weighted``, ``worst_tenth``, ``without`` and ``non_finite``. ``best_by_validation``: at
-            ``best_round``, whose mean validation result is best, the earliest on ties. ``last_ten``: mean
-            over the last ten evaluations, the one before training left out. ``best_test``: the best over
-            rounds, an optimistic number because it selects on test examples. ``unseen`` and ``std_unseen``:
-            over the clients that never train. ``honest`` and ``std_honest``: over the clients that can train
-            and are not hostile, in a simulated attack.
+            ``last_weighted``, ``worst_tenth``, ``clients`` (in the mean), ``without`` (examples), ``not_evaluated``
+            and ``non_finite``. ``best_by_validation``: at ``best_round``, whose mean validation result is best,
+            the earliest on ties. ``last_ten``: mean over the last ten evaluations, the one before training left
+            out. ``best_test``: the best over rounds, an optimistic number because it selects on test examples.
+            ``unseen`` and ``std_unseen``: over the clients that never train. All others are over the clients that
+            can train and, in a simulated attack, are not hostile.
         """
         test = self.curve(series, measure)
         if test.empty:
@@ -202,30 +203,33 @@ class RunStatistics:
         last, at = test.iloc[-1], test.index[-1]
         found = {
             "round": at, "last": last["mean"], "std_clients": last["std"], "last_weighted": last["weighted"],
-            "worst_tenth": last["worst"], "without": last["without"], "non_finite": last["non_finite"],
+            "worst_tenth": last["worst"], "clients": last["clients"], "without": last["without"],
+            "not_evaluated": last["not_evaluated"], "non_finite": last["non_finite"],
         }  # fmt: skip
-        means, trained = test["mean"], test["mean"][test.index > 0]
+        # a round at which a client diverged is not better for it
+        worst = math.inf if measure.is_loss else -math.inf
+        means, whole = test["mean"], test["mean"].where(test["non_finite"] == 0, worst)
+        trained = means[means.index > 0]
         found["last_ten"] = (means if trained.empty else trained).tail(LAST).mean()
-        found["best_test"] = means.min() if measure.is_loss else means.max()
-        validation = self.curve(series, measure, "val")["mean"].reindex(means.index).dropna()
-        if not validation.empty:
-            best = validation.idxmin() if measure.is_loss else validation.idxmax()
+        found["best_test"] = means.iloc[find_best(whole, lower_is_better=measure.is_loss) or 0]
+        scored = self.curve(series, measure, "val")
+        validation = scored["mean"].where(scored["non_finite"] == 0, worst).reindex(means.index).dropna()
+        place = find_best(validation, lower_is_better=measure.is_loss)
+        if place is not None:
+            best = validation.index[place]
             found |= {"best_round": best, "best_by_validation": means[best]}
         unseen = self.curve(series, measure, who="unseen")
         if at in unseen.index:
             found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
-        if self.table.flagged("hostile"):
-            honest = self.curve(series, measure, who="honest").reindex([at]).iloc[0]
-            found |= {"honest": honest["mean"], "std_honest": honest["std"]}
         return found
 
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
-        """Finite results of the clients that can train, by client, at the last evaluated round."""
+        """Finite results of the clients that count in means, by client, at the last evaluated round."""
         test = self.curve(series, measure)
         if test.empty:
             return pd.Series(dtype=np.float64)
         row = pd.Series(self.table.row(test.index[-1], measure.name, series or "", "test"))
-        return row[np.isfinite(row) & ~row.index.isin(self.table.flagged("unseen"))]
+        return row[np.isfinite(row) & row.index.isin(self.table.who("honest", len(row)))]
 
     @cached_property
     def costs(self) -> dict[str, float]:
@@ -250,10 +254,14 @@ class RunStatistics:
         return {"round": int(reached[0]), **total_costs(records)}
 
     @property
+    def state(self) -> str:
+        """How it ended: ``finished``, or ``diverged``, ``stopped`` or ``running``."""
+        return str(self.record.status.get("state", "unknown"))
+
+    @property
     def status(self) -> str:
         """What is wrong with the run; empty for a finished one that was evaluated."""
-        found = []
-        state = str(self.record.status.get("state", "unknown"))
+        found, state = [], self.state
         if state != "finished":
             trained = self.record.rounds[-1].round if self.record.rounds else 0
             found.append(f"{state} at round {self.record.status.get('rounds', trained)}")

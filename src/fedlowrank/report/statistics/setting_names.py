@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from hashlib import blake2b
 from typing import Any
 
 from ...core.io.text import on_one_line
 from ...results.records import NOT_SETTINGS, RunRecord
 from ...rounds.run_settings import RunSettings
 
-SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
+SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "loss", "run")
 """Sections of ``run.json`` that the methods of an experiment share."""
 
 
@@ -23,7 +24,14 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     _flatten("method", run.section("method", "fields"), found)
     for name in SECTIONS:
         _flatten(name, run.section(name), found)
-    return {key: value for key, value in found.items() if last_part(key) not in NOT_SETTINGS}
+    for name, model in run.section("models").items():
+        text = f"{model['parameters']:,} parameters" if "parameters" in model else ""
+        _flatten(f"models.{name}", f"{text} [{_digest(model.get('layers'))}]".lstrip(), found)
+    return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
+
+
+def _digest(value: object) -> str:
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=2).hexdigest()
 
 
 def _flatten(prefix: str, value: object, into: dict[str, str]) -> None:
@@ -47,4 +55,4 @@ def value_text(value: object) -> str:
 def last_part(key: str) -> str:
     """The name of a setting without its section, unless every section may have one of that name."""
     section, _, name = key.rpartition(".")
-    return f"{section.rpartition('.')[2]}.{name}" if name == "kind" else name
+    return f"{section.rpartition('.')[2]}.{name}" if name in ("kind", "seed", "target") else name

@@ -74,7 +74,8 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
         return Difference(mean, math.nan, math.nan, math.nan, len(x), "clients")
     if _is_constant(x):
         return _without_spread(x, "clients")
-    p = float(stats.wilcoxon(x).pvalue)
+    # rounding must not tell apart differences that are equal, such as 0.3 - 0.2 and 0.2 - 0.1
+    p = float(stats.wilcoxon(np.round(x / np.abs(x).max(), 10)).pvalue)
     # One resample at a time in memory: a federation may have thousands of clients.
     low, high = stats.bootstrap(
         (x,), np.mean, n_resamples=RESAMPLES, batch=max(1, 10**6 // len(x)), method="percentile",
@@ -83,7 +84,7 @@ def compare_over_clients(differences: ArrayLike) -> Difference:
     return Difference(mean, float(low), float(high), p, len(x), "clients")
 
 
-def correct_holm(p_values: Sequence[float]) -> list[float]:
+def correct_holm(p_values: Sequence[float], comparisons: int = 0) -> list[float]:
     """Correct p-values for several comparisons by the step-down method of Holm (1979).
 
     The probability of one false finding or more among all comparisons is at most α if those with a corrected
@@ -91,6 +92,9 @@ def correct_holm(p_values: Sequence[float]) -> list[float]:
 
     Args:
         p_values: of the comparisons; NaN, for one that could not be tested, stays NaN and is not counted.
+        comparisons: how many there are, where p-values of more than those given might have been looked at: all
+            pairs of methods if each is compared with the one that came out best. 0 for those given. The p-values
+            that are not given are taken to be larger, which is on the safe side.
 
     Returns:
         The corrected p-values in the order given.
@@ -98,7 +102,7 @@ def correct_holm(p_values: Sequence[float]) -> list[float]:
     p = np.asarray(p_values, dtype=np.float64)
     order = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
     corrected = np.full(len(p), math.nan)
-    factors = np.arange(len(order), 0, -1)
+    factors = max(comparisons, len(order)) - np.arange(len(order))
     corrected[order] = np.minimum(1.0, np.maximum.accumulate(factors * p[order])) if order else ()
     return [float(value) for value in corrected]
 

@@ -18,7 +18,7 @@ from ...results.records import RunRecord
 from ..findings import Finding, state_findings
 from ..low_rank import rank_tables
 from ..sample_texts import AnswerRow, list_answers
-from ..sentences import collapse_warnings, warn_of_mixture
+from ..sentences import find_warnings, warn_of_mixture
 from ..statistics.accuracy_target import Target
 from ..statistics.experiments import ComparedExperiment, read_experiments
 from ..statistics.groups import RunGroup
@@ -142,13 +142,23 @@ def compare_experiments(experiments: Sequence[ComparedExperiment]) -> Comparison
     return Comparison(
         tuple(experiments), frame, blocks, targets, tuple(footnotes), findings, summary,
         tuple(sweep_tables(experiments)), tuple(rank_tables(experiments)), warn_of_mixture(experiments),
-        tuple(collapse_warnings(groups)), tuple(list_answers(groups)),
+        tuple(_all_warnings(experiments)), tuple(list_answers(groups)),
     )  # fmt: skip
 
 
 def to_csv(table: Comparison) -> str:
     """All exact values: fractions, bytes and counts unrounded, one row a group, empty where there is none."""
     return str(table.frame.to_csv(index=False, lineterminator="\n"))
+
+
+def _all_warnings(experiments: Sequence[ComparedExperiment]) -> list[str]:
+    """The warnings of each experiment, with its name if there are several."""
+    named = len(experiments) > 1
+    return [
+        f"{experiment.name}: {warning}" if named else warning
+        for experiment in experiments
+        for warning in find_warnings(experiment.groups)
+    ]
 
 
 def comparison_markdown(table: Comparison) -> str:
@@ -251,7 +261,11 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
         form, other = (measure.format_pair, key(spread)) if spread else (measure.format_number, "")
         return _column(frame, title, key(name), form, other, unit=measure.unit, note=note, **look)
 
-    unseen = ", those that never train left out" if frame["clients_unseen"].fillna(0).ne(0).any() else ""
+    left_out = [
+        text for key, text in (("clients_unseen", "that never train"), ("clients_hostile", "that are hostile"))
+        if _has(frame, key) and frame[key].fillna(0).ne(0).any()
+    ]  # fmt: skip
+    unseen = f", those {' or '.join(left_out)} left out" if left_out else ""
     note = (
         f"mean ± standard deviation over clients of {noun}, each client counting once{unseen}, at the last "
     )
@@ -274,11 +288,10 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
             )
     note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "
     yield from column("unseen clients", "unseen", f"{note}round; no other column counts them", "std_unseen")
-    note = f"mean ± standard deviation of {noun} over the clients that can train and are not hostile, at the "
-    yield from column("honest clients", "honest", f"{note}last evaluated round", "std_honest")
     means, weighted = _floats(frame, key("last")), _floats(frame, key("last_weighted"))
     if (~np.isclose(means, weighted, rtol=1e-9, atol=0) & means.notna() & weighted.notna()).any():
-        note = "mean at the last round, clients weighted by test examples"
+        note = "mean at the last round, clients weighted by their test examples (of pixels, tokens or where labels are "
+        note += "left out: by the labels that count)"
         yield from column("by examples", "last_weighted", note, is_wide=True)
     note = f"mean of the {'highest' if measure.is_loss else 'lowest'} tenth of clients, rounded up, at the "
     yield from column("worst 10 %", "worst_tenth", f"{note}last round", always=True)

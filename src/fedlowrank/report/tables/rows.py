@@ -40,6 +40,8 @@ def comparison_row(group: RunGroup) -> Row:
         "seeds": n,
         "series": group.headline,
         "clients": _common(len(run.record.clients) for run in runs),
+        "clients_in_mean": _common(results["clients"].astype(int)),
+        "clients_not_evaluated": _common(results["not_evaluated"].astype(int)),
         "clients_without_test": _common(results["without"].astype(int)),
         "clients_not_finite": _common(results["non_finite"].astype(int)),
         "last_round": _common(results["round"].astype(int)),
@@ -53,6 +55,8 @@ def comparison_row(group: RunGroup) -> Row:
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,
     }
+    if any(hostile := [len(run.record.measurements.flagged("hostile")) for run in runs]):
+        row["clients_hostile"] = _common(hostile)
     if (final := group.final()) and final.groups_found:
         row["groups_found_seeds"], row["groups_known_seeds"] = final.groups_found
     costs = [run.costs for run in runs]
@@ -83,7 +87,8 @@ def comparison_row(group: RunGroup) -> Row:
     known = any(
         first.section("reference", name) for name in ("accuracy", "communication", "parameters", "score")
     )
-    status = [f"seed {run.record.seed}: " * (len(runs) > 1) + run.status for run in runs if run.status]
+    every = (*runs, *group.left_out)
+    status = [f"seed {run.record.seed}: " * (len(every) > 1) + run.status for run in every if run.status]
     row |= {
         "ranks_last": json.dumps(ranks) if ranks else None,
         "reference": _reference_source(first) if known else None,

@@ -78,6 +78,8 @@ def make_summary(frame: pd.DataFrame, families: Sequence[Family], labels: Sequen
             "mean difference from the best with its own 95 % interval, not corrected. Runs of the same seed "
             "are paired, for they have the same clients, data and initial weights"
         )
+        if len(counts) > 1:
+            note += "; over the seeds that both have"
         gaps = [
             _format_gap(*others[key]) if key in others else "best" if key in first else MISSING
             for key in keys

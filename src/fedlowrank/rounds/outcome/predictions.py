@@ -55,7 +55,7 @@ def predict(run: Run, client: int | str, inputs: Any = None, series: str | None 
 def predictions(
     run: Run, client: int | str | None = None, split: str = "test", series: str | None = None
 ) -> pd.DataFrame:
-    """What models predict for clients' own examples, one row an example.
+    """What models predict for clients' own examples, one row an example; those without a label that counts have none.
 
     Args:
         run: where it stands now.
@@ -64,7 +64,8 @@ def predictions(
         series: which of the method's models; by default its headline.
 
     Returns:
-        Columns client, example (counted from 0 in that split of the client), label, prediction (both as
+        Columns client, example (counted from 0 in that split of the client, those of ``loss.ignore_index`` included,
+        which have no row), label, prediction (both as
         numbers of classes), correct, and probability, which the model gives to its prediction; ``client_name``
         where clients have names, ``label_name`` and ``prediction_name`` where classes have. Of a
         regression: target, prediction and error, their difference; of several targets ``target_0``,
@@ -93,10 +94,11 @@ def predictions(
     for i in range(len(infos)) if client is None else [run.federation.client(client).id]:
         examples = getattr(run.federation.clients[i], split)
         scores = _scores(run, i, examples, series)
-        columns: dict[str, Any] = {"client": np.full(len(examples), i), "example": np.arange(len(examples))}
+        counted = _counted_examples(examples, run.federation.loss)
+        columns: dict[str, Any] = {"client": np.full(len(counted), i), "example": counted}
         if infos[i].name:
-            columns["client_name"] = np.full(len(examples), infos[i].name)
-        columns |= _outcomes(scores, examples, run.federation.loss)
+            columns["client_name"] = np.full(len(counted), infos[i].name)
+        columns |= _outcomes(scores[counted], examples.y.cpu()[counted], run.federation.loss)
         if has_names and "label" in columns:
             columns |= {f"{name}_name": _names(classes, columns[name]) for name in ("label", "prediction")}
         tables.append(pd.DataFrame(columns))
@@ -110,12 +112,13 @@ def confusion(
 
     Args:
         run: where it stands now.
-        client: its number or name; None for the sum over all clients but hostile ones.
+        client: its number or name; None for the sum over the clients that can train and are not hostile, as in the
+            mean accuracy.
         split: ``test``, ``val`` or ``train``.
         series: which of the method's models; by default its headline.
 
     Returns:
-        Numbers of examples ``[classes, classes]``, a row for each label and a column for each prediction, by
+        Numbers of examples whose label counts ``[classes, classes]``, a row for each label and a column for each prediction, by
         name.
 
     Raises:
@@ -126,7 +129,7 @@ def confusion(
         raise ConfigError("these data have no classes, so there is no confusion matrix of them")
     found = predictions(run, client, split, series)
     if client is None:
-        found = found[~found["client"].isin(list(run.hostile))]
+        found = found[~found["client"].isin(list(run.excluded_from_means))]
     counts = np.zeros((len(names), len(names)), dtype=np.int64)
     np.add.at(counts, (found["label"], found["prediction"]), 1)
     return pd.DataFrame(counts, pd.Index(names, name="label"), pd.Index(names, name="prediction"))
@@ -195,12 +198,19 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
     return Examples(x, torch.zeros(count, *own.y.shape[1:], dtype=own.y.dtype, device=device))
 
 
-def _outcomes(scores: Tensor, examples: Examples, loss: Loss) -> dict[str, Any]:
-    """Columns of :func:`predictions`, given the scores of some examples."""
-    labels = examples.y.cpu().numpy()
-    if loss.is_binary(examples.y):
-        return _presences(scores, labels)
+def _counted_examples(examples: Examples, loss: Loss) -> Any:
+    """Places of the examples whose label counts."""
     if examples.regression:
+        return np.arange(len(examples))
+    return np.flatnonzero(examples.y.cpu().numpy() != loss.ignore_index)
+
+
+def _outcomes(scores: Tensor, y: Tensor, loss: Loss) -> dict[str, Any]:
+    """Columns of :func:`predictions`, given the scores of some examples and their targets."""
+    labels = y.numpy()
+    if loss.is_binary(y):
+        return _presences(scores, labels)
+    if y.is_floating_point():
         return _errors(scores.double().numpy(), labels.astype(np.float64))
     chosen = scores.argmax(-1).numpy()
     probability = softmax(scores.double().numpy())[np.arange(len(labels)), chosen]

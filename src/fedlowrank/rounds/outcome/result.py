@@ -13,6 +13,7 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import Params
 from ...results.evaluation import SPLITS
 from ...results.measurements import ACCURACY, Measurements, mean_over_clients
+from ...results.ranking import find_best
 from ...results.records import RoundRecord
 from ..run import Run
 from .export import export_model, single_model
@@ -40,15 +41,13 @@ class Result:
         Raises:
             DataError: if no client has validation examples.
         """
-        known = [
-            (value, -record.round) for record in self.rounds if (value := record.validation()) is not None
-        ]
-        if not known:
+        best = find_best(record.validation() for record in self.rounds)
+        if best is None:
             raise DataError(
                 "there is no best round by validation, because no client has validation examples: make the "
                 "federation with val=0.1, or use the last round"
             )
-        return -max(known)[1]
+        return self.rounds[best].round
 
     def accuracy(
         self, split: str = "test", series: str | None = None, at: Literal["last", "best"] = "last"
@@ -156,7 +155,7 @@ class Result:
     def confusion(
         self, client: int | str | None = None, split: str = "test", series: str | None = None
     ) -> pd.DataFrame:
-        """Confusion matrix of one client, or the sum over all; see :func:`.predictions.confusion`."""
+        """Confusion matrix of one client, or the sum over those of :meth:`mean_accuracy`; see :func:`.predictions.confusion`."""
         from .predictions import confusion
 
         return confusion(self.run, client, split, series)
