@@ -26,7 +26,7 @@ from fedlowrank.network.transport import NodeMessage, Response
 from fedlowrank.rounds.outcome.result import Result
 from fedlowrank.rounds.run import Run
 
-from .local import Fault, Killed, LocalTransport, intact, local, on_orders, served, small
+from .local import Fault, Killed, LocalTransport, intact, local, log_lines, on_orders, served, small
 
 GRID = {"on": True, "bits": 30, "bound": 8.0}
 
@@ -279,3 +279,13 @@ def test_without_a_roster_it_is_refused(tmp_path: Path) -> None:
     carrier, _ = sites(made, tmp_path)
     with pytest.raises(ConfigError, match=r"whose folder has roster\.json"):
         served(carrier, made, tmp_path / "run")
+
+
+def test_a_client_says_that_its_numbers_were_clipped(tmp_path: Path) -> None:
+    made = secure("fedavg", clients=3, rounds=1)
+    with log_lines() as lines:
+        summed(made.overlay({"run": {"secure": {"bound": 0.1}}}), tmp_path / "low")
+    assert sum("above secure.bound = 0.1 and were clipped" in line for line in lines) == 3
+    with log_lines() as lines:
+        summed(made, tmp_path / "high")
+    assert not any("were clipped" in line for line in lines)

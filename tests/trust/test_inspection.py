@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedlowrank.core import tree
+from fedlowrank.core.contract.contribution import contribution_leaves
 from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.learning.optimizer import SGD
@@ -357,3 +358,123 @@ def test_shares_of_clusters_that_are_claimed_too_high_count_as_one() -> None:
     assert bounded_shares(torch.tensor([3.0, -1.0, 1.0])).tolist() == [0.5, 0.0, 0.5]
     honest = torch.softmax(torch.randn(5, generator=torch.Generator().manual_seed(0)), 0)
     assert torch.equal(bounded_shares(honest), honest)
+
+
+@pytest.mark.parametrize(
+    ("robust", "participation", "needed"),
+    [
+        (Robust("trimmed_mean", 0.2), 2 / 7, 3),
+        (Robust("trimmed_mean", 0.4), 4 / 7, 5),
+        (Robust("trimmed_mean", 0.0), 1 / 7, None),
+        (Robust("trimmed_mean", 0.2), 3 / 7, None),
+        (Robust("median"), 2 / 7, 3),
+        (Robust("median"), 3 / 7, None),
+        (Robust("norm_bound"), 1 / 7, None),
+    ],
+)
+def test_a_rule_that_would_be_the_mean_is_refused(
+    robust: Robust, participation: float, needed: int | None
+) -> None:
+    """A trimmed mean drops ⌈h n⌉ of n at either end and must leave one; of two, the median is the mean."""
+    if needed is None:
+        run_of(robust=robust, participation=participation)
+        return
+    with pytest.raises(ConfigError, match=f"needs at least {needed} replies a round"):
+        run_of(robust=robust, participation=participation)
+
+
+def test_a_round_whose_trimming_is_reduced_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    run = run_of(rounds=2, robust=Robust("trimmed_mean", 0.2), participation=1.0)
+    run.step({str(i): "it was lost" for i in range(4)})
+    assert "needs at least" not in caplog.text
+    run.step({str(i): "it was lost" for i in range(5)})
+    assert "round 2: trimmed_mean of 2 replies needs at least 3" in caplog.text
+
+
+def test_a_secure_sum_of_one_client_is_refused_before_the_first_round() -> None:
+    with pytest.raises(ConfigError, match=r"secure\.on needs at least 2 replies a round"):
+        run_of(secure=SecureSums(on=True), participation=1 / 7)
+    run_of(secure=SecureSums(on=True), participation=2 / 7)
+
+
+def test_numbers_that_secure_sums_clip_are_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Means of weights are clipped to ±bound, here below most of the weights."""
+    plain = run_of(rounds=2)
+    sent = []
+    for i in range(len(CLIENTS)):
+        alone = run_of(rounds=2)
+        alone.step({str(j): "left out" for j in range(len(CLIENTS)) if j != i})
+        sent.append(vector(alone.state.server))
+    run = run_of(rounds=2, secure=SecureSums(on=True, bound=0.1))
+    records = [run.step(), run.step()]
+    assert records[0].observed["secure"]["clipped"] == (np.abs(sent) > 0.1).sum()
+    assert records[1].observed["secure"]["clipped"] > 0
+    assert caplog.text.count("Raise secure.bound") == 1
+    assert "secure" not in plain.step().observed
+    caplog.clear()
+    enough = run_of(secure=SecureSums(on=True))
+    assert "secure" not in enough.step().observed
+    assert caplog.text == ""
+
+
+def test_a_coarse_grid_of_secure_sums_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    run_of(secure=SecureSums(on=True, bits=2))
+    assert "rounded to a multiple of 8" in caplog.text
+    caplog.clear()
+    run_of(secure=SecureSums(on=True, bits=16))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", ["scaled", "sign_flip"])
+@pytest.mark.parametrize("quantile", [None, 0.5])
+def test_the_server_clips_what_a_hostile_client_did_not(
+    kind: Any, quantile: float | None, updates: np.ndarray
+) -> None:
+    """Whatever its client sends, an update moves the mean by at most its weight times C."""
+    bound = 0.5 * float(np.linalg.norm(updates, axis=1).min())
+    clipped = updates / np.linalg.norm(updates, axis=1)[:, None] * bound
+    attack = Attack(kind, 0.3, strength=1000.0)
+    settings: dict[str, Any] = {"attack": attack, "clipping": Clipping(bound, quantile)}
+    run = run_of(FedAvg(batch_size=8, optimizer=SGD(lr=0.1), weighting="uniform"), **settings)
+    start = vector(run.state.server.inner)
+    hostile = sorted(run.hostile)
+    assert hostile
+    run.step()
+    if kind == "sign_flip":
+        clipped[hostile] *= -1
+    assert np.allclose(vector(run.state.server.inner) - start, clipped.mean(0), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedit", "fedslr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_honest_clients_update_is_left_as_it_is(name: str, dtype: torch.dtype) -> None:
+    method = METHODS[name](batch_size=8, optimizer=SGD(lr=0.1))
+    federation = alike(dtype, clients=CLIENTS)
+    run = Run(method, federation, RunSettings(rounds=3, clipping=Clipping(0.05)), Sequential())
+    bare = Run(method, federation, RunSettings(rounds=3), Sequential())
+    for t in range(3):
+        run.step()
+        server, infos = run.state.server, run.federation.infos
+        jobs = [ClientJob(run.state_of(i), run.method.download(server, i), i) for i in infos]
+        for info, result in zip(
+            infos, run.engine.run(run.method, run.federation, run.task, t, jobs), strict=True
+        ):
+            found = run.method.contribution(result.upload, info, server)
+            plain = bare.method.contribution(result.upload.rest, info, server.inner)
+            assert tree.equal(*([leaf.value for _, leaf in contribution_leaves(c)] for c in (found, plain)))
+
+
+def test_an_update_without_a_norm_is_no_update(updates: np.ndarray) -> None:
+    """Finite numbers whose squares are not."""
+    run = run_of(clipping=Clipping(0.05))
+    info, server = run.federation.infos[0], run.state.server
+    far = tree.map_leaves(lambda t: torch.full_like(t, 1e200), server.inner)
+    upload = dataclasses.replace(_upload_of(run), rest=far)
+    assert tree.equal(run.method.contribution(upload, info, server).value, server.inner)
+
+
+def _upload_of(run: Run) -> Any:
+    info = run.federation.infos[0]
+    jobs = [ClientJob(run.state_of(info), run.method.download(run.state.server, info), info)]
+    (result,) = run.engine.run(run.method, run.federation, run.task, 0, jobs)
+    return result.upload

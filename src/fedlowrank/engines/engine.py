@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -151,13 +153,16 @@ class Engine(ABC):
         trainer: Trainer,
     ) -> tuple[Any, Any]:
         """Local training with the client's own buffers and optimizer states: its next state, and its upload."""
-        state, optimizers = split_optimizers(self.boundary(job.state))
-        state, task = install_buffers(task, state)
+        stored, optimizers = split_optimizers(self.boundary(job.state))
+        state, own_task = install_buffers(task, stored)
         keeping = KeepingTrainer(trainer, job.client, optimizers)
-        view = client_view(federation, task, round, job.client, keeping)
+        view = client_view(federation, own_task, round, job.client, keeping)
         found = method.local_update(state, self.boundary(job.down), view)
         state, upload = check_pair(method, found)
-        return self.boundary(keeping.collect(collect_buffers(task, state))), self.boundary(upload)
+        if keeping.has_failed:
+            # the buffers of before: those of a pass that failed may hold a NaN
+            _, own_task = install_buffers(task, stored)
+        return self.boundary(keeping.collect(collect_buffers(own_task, state))), self.boundary(upload)
 
     def trainer(
         self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo
@@ -180,6 +185,12 @@ class Engine(ABC):
             micro_batch=self.micro_batch,
             may_halve=not (method.couples_examples or federation.loss.couples),
         )
+
+
+def finite_losses(meter: Meter) -> Meter:
+    """A meter without the losses of passes that met a NaN or an infinity."""
+    losses = {name: loss for name, loss in meter.losses.items() if math.isfinite(loss)}
+    return dataclasses.replace(meter, losses=losses)
 
 
 def client_key(federation: Federation, client: int, round: int) -> Key:

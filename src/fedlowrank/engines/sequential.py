@@ -11,7 +11,7 @@ from ..core.contract.method import AnyMethod, Task
 from ..core.errors import NonFiniteError
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .engine import ClientJob, ClientResult, Engine
+from .engine import ClientJob, ClientResult, Engine, finite_losses
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Sequential(Engine):
             except NonFiniteError as error:
                 yield ClientResult(None, None, Meter(), error)
                 continue
-            yield ClientResult(state, upload, trainer.meter)
+            yield ClientResult(state, upload, finite_losses(trainer.meter))
 
 
 @dataclass

@@ -20,6 +20,7 @@ cohort's, clients of that kind run one after another, and the log says so.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -45,7 +46,7 @@ from ..training.cohorts.pooled_examples import pool_examples
 from ..training.feed import BufferPool
 from ..training.kept_optimizers import KeepingTrainer, split_optimizers
 from ..training.trainer import LocalTrainer, Meter
-from .engine import ClientJob, ClientResult, Engine, client_key
+from .engine import ClientJob, ClientResult, Engine, client_key, finite_losses
 
 COHORT = 256
 """Clients in a cohort."""
@@ -254,15 +255,32 @@ class Vectorized(Engine):
             (repr(method), infos[0].architecture, tree.form(upload)),
         )
         uploads = CohortUploads(upload, len(members), kind, self._memory)
-        return [
-            (
-                m.place,
-                ClientResult(None, None, Meter(), trainer.errors[k][1], cohort=uploads, place=k)
-                if k in trainer.errors
-                else ClientResult(states[k], uploads.row(k), m.local.meter, cohort=uploads, place=k),
-            )
+        failed = self._failed(method, federation, task, round, members, trainer)
+        results = [
+            failed.get(k) or ClientResult(states[k], uploads.row(k), m.local.meter)
             for k, m in enumerate(members)
         ]
+        if all(result.error is not None for result in failed.values()):
+            results = [dataclasses.replace(r, cohort=uploads, place=k) for k, r in enumerate(results)]
+        return [(m.place, result) for m, result in zip(members, results, strict=True)]
+
+    def _failed(
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        task: Task,
+        round: int,
+        members: Sequence[_Member],
+        trainer: CohortTrainer,
+    ) -> dict[int, ClientResult]:
+        """The results of members whose training met a NaN, each called alone: a method may handle the error."""
+        if not trainer.errors:
+            return {}
+        singles = trainer.singles()
+        return {
+            k: self._alone(method, federation, task, round, members[k], singles[k])[1]
+            for k in sorted(trainer.errors)
+        }
 
     def _alone(
         self,
@@ -280,7 +298,7 @@ class Vectorized(Engine):
             )
         except NonFiniteError as error:
             return member.place, ClientResult(None, None, Meter(), error)
-        return member.place, ClientResult(state, upload, member.local.meter)
+        return member.place, ClientResult(state, upload, finite_losses(member.local.meter))
 
     def _check(self, member: _Member, found: dict[int, ClientResult], alone: _Alone) -> bool:
         """Whether a client's state and upload are those that it gives alone, up to rounding."""

@@ -84,7 +84,13 @@ class FedDyn(Method[ServerState, Params, Download, Params]):
         loss = supervised_loss(view.model)
         proximal = ProximalTerm(self.alpha, center=down.model, linear=state)
         theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=proximal)
-        return add(state, sub(widen(theta), down.model), -self.alpha), theta
+        return self.follow_upload(state, state, down, theta, view), theta
+
+    def follow_upload(
+        self, before: Params, after: Params, down: Download, upload: Params, view: ClientView
+    ) -> Params:
+        """g_k - α (θ_k - θ^t) with θ_k as it was sent, so that h stays the mean of all g_k."""
+        return add(before, sub(widen(upload), down.model), -self.alpha)
 
     def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> Mean:
         """θ_k, all with the same weight."""

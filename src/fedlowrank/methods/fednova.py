@@ -21,8 +21,8 @@ authors' code does. Weight decay and clipping are part of the gradient. Refused 
 gives no a_k: AdamW, Nesterov's momentum, schedules within a round, and a proximal term beside momentum or groups of
 other learning rates.
 
-Choices: the server finds τ_k from n_k, E and B, which it knows, so that nothing but d_k is sent. Under privacy, where
-n_k is private, it takes one step an epoch for τ_k.
+Choices: the server finds τ_k from n_k, E and B, which it knows, so that nothing but d_k is sent. Where n_k is private,
+under privacy and secure sums, it cannot: there, set ``steps``, so that τ_k is the same for all.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class FedNova(Method[Params, None, Params, Params]):
         sizes = [client.examples for client in view.replied] or [1]
         steps = [self.local_passes()["local"].steps_over(n) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
-        effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
+        effective = weights[0]
+        if len(set(weights)) > 1:
+            effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
         return cast_like(add(server, total, effective), server)
 
     def describe_update(self, down: Params, client: ClientInfo, task: Task) -> Update:

@@ -153,7 +153,14 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
         p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
-        return ClientState(add(state.gamma, sub(widen(w), w_i), 1 / self.eta_g), p), w_i
+        return self.follow_upload(state, ClientState(state.gamma, p), down, w_i, view), w_i
+
+    def follow_upload(
+        self, before: ClientState, after: ClientState, down: Weights, upload: Params, view: ClientView
+    ) -> ClientState:
+        """γ_i + (w^t - w_i) / η_g with w_i as it was sent, so that γ̄ stays the mean of all γ_i."""
+        w = unpack_weights(down, view.model.initial)
+        return ClientState(add(before.gamma, sub(widen(w), upload), 1 / self.eta_g), after.p)
 
     def contribution(self, upload: Params, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""

@@ -96,6 +96,12 @@ class SCAFFOLD(Method[ControlledModel, Params, ControlledModel, ControlledModel]
         change = map_leaves(lambda x, end, c: (x - end) / total_rate - c, widen(down.model), y, down.control)
         return add(state, change), ControlledModel(sub(y, down.model), change)
 
+    def follow_upload(
+        self, before: Params, after: Params, down: ControlledModel, upload: ControlledModel, view: ClientView
+    ) -> Params:
+        """c_k⁺ is c_k and the change as it was sent, so that c stays the mean of all c_k."""
+        return add(before, upload.control)
+
     def contribution(self, upload: ControlledModel, client: ClientInfo, server: ControlledModel) -> Mean:
         """Both differences, all clients with the same weight."""
         return Mean(widen(upload))

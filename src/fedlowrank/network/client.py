@@ -516,11 +516,25 @@ class ClientRuntime:
         allowance.count(run, asked)
         if evaluates or order.last:
             before_last = max(order.round - 1, 0)
-            here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
-            if evaluates:
-                reply = dataclasses.replace(reply, evaluation=self._evaluation(here))
-            if order.last:
-                self._write_model(memory.folder / "model", here, order.round)
+            try:
+                here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
+                if evaluates:
+                    reply = dataclasses.replace(reply, evaluation=self._evaluation(here))
+                if order.last:
+                    self._write_model(memory.folder / "model", here, order.round)
+            except Exception as error:
+                # that of the disk says nothing of the examples
+                if not self.is_private or isinstance(error, CheckpointError):
+                    raise
+                logger.warning(
+                    "client %d has no model of its own in %s (%s: %s). Under privacy.kind = %r the server does not learn "
+                    "of the error.",
+                    self.client,
+                    memory.folder / "model",
+                    type(error).__name__,
+                    error,
+                    self.made.run.privacy.kind,
+                )
         if not order.train:
             if order.last:
                 self._spend(order, newest)

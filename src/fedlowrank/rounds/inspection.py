@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..core import tree
 from ..core.contract.contribution import Aggregator, Each, Mean, Sum, contribution_leaves, map_contributions
 from ..core.contract.method import AnyMethod, ClientInfo, Task
 from ..core.contract.update import Update
-from ..core.errors import TaskError
+from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..data.federation import Federation
 from ..training.tracing import trace_upload
@@ -27,8 +28,8 @@ from ..trust.robust import (
     krum_weights,
     norm_factors,
 )
-from ..trust.secure_sums import SecureAggregator
-from ..trust.trust_settings import Trust
+from ..trust.secure_sums import LEAST_REPLIES, SecureAggregator
+from ..trust.trust_settings import Robust, Trust
 from ..trust.updates import (
     blocks,
     gram,
@@ -42,6 +43,8 @@ from ..trust.updates import (
 from .round_results import Contribute, RoundResults
 from .run_settings import RunSettings
 from .setup.preparation import usual_examples, weigh_client
+
+logger = logging.getLogger(__name__)
 
 ON_UPDATES = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")
 """Attacks on updates; the others are on data or sizes."""
@@ -117,18 +120,8 @@ class Inspection:
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
 
     def least_replies(self, count: int, refused: int = 0) -> int:
-        """How many replies the rule needs besides those that were refused: 2 f + 3 of Krum.
-
-        Args:
-            count: replies that are expected, or that came, the refused ones included.
-            refused: those of them that were refused, which count as hostile.
-        """
-        robust = self.trust.robust
-        return 2 * self._hostile(count, refused) + 3 if robust.rule in ("krum", "multi_krum") else 0
-
-    def _hostile(self, count: int, refused: int) -> int:
-        """How many of the replies that are left may be hostile."""
-        return max(0, hostile_count(self.trust.robust.hostile, count) - refused)
+        """How many replies the rule needs, see :func:`least_replies`."""
+        return least_replies(self.trust.robust, count, refused)
 
     def judge_round(
         self, found: RoundResults, contribute: Contribute, server: Any, key: Key
@@ -219,7 +212,7 @@ class Inspection:
             if rule == "geometric_median":
                 found = geometric_median_weights(products, self._counts(infos, list(uploads)))
             else:
-                hostile = self._hostile(n + refused, refused)
+                hostile = _hostile(self.trust.robust, n + refused, refused)
                 found = krum_weights(products, hostile, 1 if rule == "krum" else n - hostile)
         return dict(zip(uploads, found.tolist(), strict=True))
 
@@ -239,6 +232,73 @@ class Inspection:
         return shrink(
             upload, definition.reference, factor * size, definition.scale, effective=self.effective
         )[0]
+
+
+def least_replies(robust: Robust, count: int, refused: int = 0) -> int:
+    """How many replies a rule needs besides those that were refused; 0 where any number will do.
+
+    Krum needs 2 f + 3; a trimmed mean one more than it drops, 2 f + 1; the median 3, for that of two is their mean.
+
+    Args:
+        robust: the rule.
+        count: replies that are expected, or that came, the refused ones included.
+        refused: those of them that were refused, which count as hostile.
+    """
+    hostile = _hostile(robust, count, refused)
+    needed = {
+        "krum": 2 * hostile + 3,
+        "multi_krum": 2 * hostile + 3,
+        "trimmed_mean": 2 * hostile + 1,
+        "median": 3,
+    }
+    return needed.get(robust.rule, 0)
+
+
+def _hostile(robust: Robust, count: int, refused: int) -> int:
+    """How many of the replies that are left may be hostile."""
+    return max(0, hostile_count(robust.hostile, count) - refused)
+
+
+def check_replies(trust: Trust, count: int) -> None:
+    """Refuse a protection that needs more replies than a round is expected to have.
+
+    Args:
+        trust: the settings.
+        count: replies that are expected.
+
+    Raises:
+        ConfigError: naming how many are needed.
+    """
+    if count < (needed := least_replies(trust.robust, count)):
+        cure = "" if trust.robust.rule == "median" else " or lower robust.hostile"
+        raise ConfigError(
+            f"robust.rule = {trust.robust.rule!r} needs at least {needed} replies a round, and {count} clients are "
+            f"drawn; raise run.participation{cure}"
+        )
+    if trust.secure.on and count < LEAST_REPLIES:
+        raise ConfigError(
+            f"secure.on needs at least {LEAST_REPLIES} replies a round, for the sum of one is what a client sent, and "
+            f"{count} clients are drawn; raise run.participation"
+        )
+
+
+def warn_of_few_replies(robust: Robust, count: int, round: int) -> None:
+    """Say so where a rule by coordinates had fewer replies than it needs against the assumed share of hostile ones.
+
+    Args:
+        robust: the rule.
+        count: replies that came.
+        round: counted from 0.
+    """
+    needed = least_replies(robust, count)
+    if robust.rule in COORDINATE_RULES and 0 < count < needed:
+        logger.warning(
+            "round %d: %s of %d replies needs at least %d: a hostile reply among them is not dropped",
+            round + 1,
+            robust.rule,
+            count,
+            needed,
+        )
 
 
 def averages_factors(contribution: Any) -> bool:

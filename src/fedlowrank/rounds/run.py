@@ -13,7 +13,6 @@ from ..core.contract.contribution import Aggregator
 from ..core.contract.download_cache import Downloads
 from ..core.contract.hook_results import check_server_state
 from ..core.contract.method import AnyMethod, ClientInfo, ServerView
-from ..core.errors import ConfigError
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.engine import ClientJob, Engine
@@ -30,7 +29,8 @@ from ..training.cohorts.cohort_uploads import CohortContribution, CohortUploads
 from ..training.flops import forward_flops
 from ..trust.privacy.budget import Budget
 from ..trust.protection import protect, total_without_replies
-from .inspection import Inspection, aggregator_of
+from ..trust.secure_sums import SecureAggregator, warn_of_coarse_grid
+from .inspection import Inspection, aggregator_of, check_replies, warn_of_few_replies
 from .participation.communication import Volume, draw_lost_replies
 from .participation.devices import DeviceClock, RoundTiming
 from .participation.participants import Participants
@@ -132,17 +132,16 @@ class Run:
             method, self.task, self.trust, self.budget, expected=draws.expected, deployed=self.is_deployed
         )
         self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
-        if self.inspection is not None and count < (needed := self.inspection.least_replies(count)):
-            raise ConfigError(
-                f"robust.rule = {self.trust.robust.rule!r} needs at least {needed} replies a round, and "
-                f"{count} clients are drawn; raise run.participation or lower robust.hostile"
-            )
+        check_replies(self.trust, count)
+        if self.trust.secure.on:
+            warn_of_coarse_grid(self.trust.secure)
         form = self.federation.clients[0].train
         metrics = choose_metrics(settings.metrics, form, self.task.classes, self.task.loss, own_metrics)
         self.evaluator = Evaluator(self.method, self.federation, self.task, engine, metrics)
         self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()
         self._warned: set[int] = set()
+        self._warned_of_clipping = False
         self.stopped = ""
         self._usual: tuple[Federation, int] | None = None
         self._weights: tuple[Federation, dict[int, int]] | None = None
@@ -270,6 +269,8 @@ class Run:
                 observed = self.inspection.judge_round(results, self.contribute, self.state.server, key)
             server = self._server_step(results, t)
         self._warn_of_dropped(results)
+        warn_of_few_replies(self.trust.robust, len(results.aggregator.contributed), t)
+        observed = {**observed, **self._clipped_numbers(results.aggregator)}
         self.unsaved |= results.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
         last = self.state.losses
@@ -303,6 +304,22 @@ class Run:
             count = self.federation.infos[client].examples
             examples = f"{count} training example{'' if count == 1 else 's'}"
             logger.warning("client %d (%s) is left out: %s", client, examples, why)
+
+    def _clipped_numbers(self, aggregator: Aggregator) -> dict[str, dict[str, float]]:
+        """How many numbers a simulated secure sum has clipped, to be recorded where there are any; warns once."""
+        if not isinstance(aggregator, SecureAggregator) or not aggregator.clipped:
+            return {}
+        if not self._warned_of_clipping:
+            self._warned_of_clipping = True
+            logger.warning(
+                "round %d: secure sums clip numbers to ±secure.bound = %g, and %d that clients sent were above it, so that "
+                "the server's model is not the mean of what clients trained. Raise secure.bound. Later rounds are "
+                "counted in the records, under 'secure'",
+                self.round + 1,
+                self.trust.secure.bound,
+                aggregator.clipped,
+            )
+        return {"secure": {"clipped": aggregator.clipped}}
 
     def aggregator(self, infos: Sequence[ClientInfo], round: int) -> Aggregator:
         """What reduces the contributions of a round."""

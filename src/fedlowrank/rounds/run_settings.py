@@ -72,7 +72,8 @@ class RunSettings(CheckedFields):
             N`` goes back to one.
         keep_best: keep the state of the round with the best mean validation accuracy beside the last, in
             ``best/``.
-        on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
+        on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on. Under
+            ``privacy`` it does not apply: the client sends an update of zeros and keeps its state.
         lost_replies: probability that a reply is lost on its way, to study its effect.
         target: test accuracy whose cost is reported, in (0, 1]; by default the report chooses
             one (docs/how-to/report.md).

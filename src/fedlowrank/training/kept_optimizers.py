@@ -54,15 +54,26 @@ class KeepingTrainer:
         trainer: executes the passes.
         client: whose they are, for errors.
         states: of the client's last round.
+
+    Attributes:
+        has_failed: whether a pass raised an error, such as that of a NaN, so that nothing of the round is kept.
     """
 
     def __init__(self, trainer: Trainer, client: ClientInfo, states: dict[str, list[OptimizerState]]) -> None:
+        self.has_failed = False
         self._trainer, self._client, self._states = trainer, client, states
         self._next: dict[str, list[OptimizerState]] = {}
         self._taken: Counter[str] = Counter()
 
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.core.contract.method.ClientView.train`."""
+        try:
+            return self._train(request)
+        except Exception:
+            self.has_failed = True
+            raise
+
+    def _train(self, request: Request) -> Any:
         if not request.optimizer.keep:
             return self._trainer.train(request)
         name, known = request.name, self._states.get(request.name, [])
@@ -87,6 +98,8 @@ class KeepingTrainer:
 
     def collect(self, client_state: Any) -> Any:
         """What the client stores; a pass that this round did not take, or fewer times, keeps its states."""
+        if self.has_failed:
+            return StateWithOptimizers(client_state, self._states) if self._states else client_state
         left = {name: known[self._taken[name] :] for name, known in self._states.items()}
         states = left | {name: [*found, *left.get(name, [])] for name, found in self._next.items()}
         return StateWithOptimizers(client_state, states) if states else client_state

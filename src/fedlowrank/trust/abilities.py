@@ -7,12 +7,16 @@ if training moved every parameter, and what that contributes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
+import torch
+
 from ..core import tree
-from ..core.contract.contribution import Each, Mean, Sum, contribution_leaves
-from ..core.contract.method import AnyMethod, ClientInfo, Task
+from ..core.contract.contribution import Each, Mean, Sum, contribution_leaves, map_contributions
+from ..core.contract.method import AnyMethod, ClientInfo, ServerView, Task
 from ..core.contract.update import Update
 from ..core.errors import TaskError
 from ..training.tracing import trace_upload
@@ -26,6 +30,9 @@ ABILITIES = {
     "compression": "compression",
 }
 """What may be done with updates, by the title of its column."""
+
+_MANY = 100_000
+"""Examples of a client that would take other numbers of steps than one with a single example."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +75,20 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
         For each of :data:`ABILITIES` None if it can be done, or the reason why not.
     """
     server = method.server_init(task)
-    first, last = (_Trial(method, task, server, client) for client in (task.clients[0], task.clients[-1]))
+    trials = [_Trial(method, task, server, client) for client in task.clients]
+    # clients of one kind send the same form
+    kinds = {(t.client.architecture, t.client.rank, t.client.cluster): t for t in reversed(trials)}
+    first = trials[0]
     upload = first.upload
     if not tree.tensors(upload):
         return dict.fromkeys(ABILITIES, "its clients send nothing")
     single = _single_replies(first.contribution(upload))
+    counts = _reads_examples(first, upload)
     return {
-        "secure": single or _other_structures(first, last),
+        "secure": single or _other_structures([*kinds.values()]) or counts,
         "robust": single,
-        "central": single or _not_central(first, last, upload),
-        "local": _sends_more(first, upload),
+        "central": single or _not_central(trials, upload) or counts,
+        "local": _sends_more(first, upload) or counts,
         "compression": _nothing_to_compress(first, upload),
     }
 
@@ -112,9 +123,26 @@ def _single_replies(contribution: Any) -> str | None:
     return f"its server must see single replies ({', '.join(seen)})" if seen else None
 
 
-def _other_structures(first: _Trial, last: _Trial) -> str | None:
-    forms = [_form(t.contribution(t.upload)) for t in (first, last)]
-    return None if forms[0] == forms[1] else "what clients contribute differs in form"
+def _reads_examples(trial: _Trial, upload: Any) -> str | None:
+    """Why a server needs the numbers of examples: its step is another one where all clients have equally many more."""
+    one = dataclasses.replace(trial.client, examples=1)
+
+    def total(_: str, leaf: Any) -> Any:
+        return {one.id: leaf.value} if isinstance(leaf, Each) else leaf.value
+
+    reduced = map_contributions(total, trial.contribution(upload, one))
+    view = ServerView(trial.task, 0, trial.task.key / "trial", [one])
+    views = [view, dataclasses.replace(view, replied=[dataclasses.replace(one, examples=_MANY)])]
+    few, many = (tree.tensors(trial.method.server_update(trial.server, reduced, v)) for v in views)
+    if all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(few, many, strict=True)):
+        return None
+    advice = "; set steps = N in the method, so that all take as many" if trial.method.steps is None else ""
+    return f"its server computes with each client's number of examples, which stays with the client{advice}"
+
+
+def _other_structures(trials: list[_Trial]) -> str | None:
+    forms = [_form(t.contribution(t.upload)) for t in trials]
+    return None if all(f == forms[0] for f in forms) else "what clients contribute differs in form"
 
 
 def _form(contribution: Any) -> list[Any]:
@@ -127,9 +155,20 @@ def _sends_more(trial: _Trial, upload: Any) -> str | None:
     more = [path.strip("/") for path, _ in tree.leaves(upload) if path not in covered]
     if more:
         return f"its clients send {', '.join(_short(more))}, which is no update"
+    if plain := [path.strip("/") or "a number" for path in _plain_values(upload)]:
+        return f"its clients send {', '.join(_short(plain))}, which is no tensor, so that no noise is added to it"
     if _varies(trial, upload):
         return "the form of what a client sends depends on its data"
     return None
+
+
+def _plain_values(value: Any, path: str = "") -> Iterator[str]:
+    """The paths of numbers and words in a tree that are no tensors."""
+    children = tree.children(value, path)
+    if children is None and not isinstance(value, (torch.Tensor, NoneType)):
+        yield path
+    for key, child in children or ():
+        yield from _plain_values(child, tree.join_path(path, key))
 
 
 def _short(paths: list[str]) -> list[str]:
@@ -145,13 +184,15 @@ def _varies(trial: _Trial, upload: Any) -> bool:
         return True
 
 
-def _not_central(first: _Trial, last: _Trial, upload: Any) -> str | None:
+def _not_central(trials: list[_Trial], upload: Any) -> str | None:
+    first, *others = trials
     if (reason := _sends_more(first, upload)) is not None:
         return reason
-    if not tree.equal(first.reference, last.reference):
+    reference = first.reference
+    if not all(tree.equal(reference, other.reference) for other in others):
         return "clients are sent different things, so that their sum has no common reference"
     one = dataclasses.replace(first.client, examples=1)
-    for value in (upload, first.reference):
+    for value in (upload, reference):
         for _, leaf in contribution_leaves(first.contribution(value, one)):
             if isinstance(leaf, Mean) and leaf.weight != 1:
                 return "the weights of its mean depend on what a client sends"

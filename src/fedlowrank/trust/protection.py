@@ -16,6 +16,7 @@ sum is divided by the expected number of clients, not by that of those that came
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Iterator
@@ -32,8 +33,9 @@ from ..core.contract.contribution import Mean, Sum, contribution_leaves, map_con
 from ..core.contract.hook_results import check_pair
 from ..core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ..core.contract.model import without_data
-from ..core.contract.update import Update
+from ..core.contract.update import KeepsSumOfUploads, Update
 from ..core.contract.wrapper import MethodWrapper
+from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..core.tree import Params
 from ..training.tracing import trace_upload
@@ -45,6 +47,7 @@ from .privacy.noise import NoiseSource, gaussian
 from .stages import Stage
 from .trust_settings import Trust
 from .updates import (
+    norm,
     reference_numbers,
     replace_numbers,
     shrink,
@@ -56,6 +59,9 @@ from .updates import (
 )
 
 logger = logging.getLogger(__name__)
+
+_ROUNDING = 1e-6
+"""Relative difference of norms that two machines may find of one update."""
 
 
 @tree.tree_dataclass
@@ -161,27 +167,58 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         self, state: ClientState, down: Download, view: ClientView
     ) -> tuple[ClientState, Upload]:
         """The method's, then: clip, add noise, compress."""
-        found = self.inner.local_update(state.inner, down.message, view)
-        inner, upload = check_pair(self.inner, found)
         definition = self._update(down.message, view.info)
         reference = definition.reference
+        try:
+            inner, upload = check_pair(self.inner, self.inner.local_update(state.inner, down.message, view))
+            is_trained = True
+        except Exception as error:
+            if not self._must_hide(error):
+                raise
+            logger.warning(
+                "%s: %s Under privacy.kind = %r run.on_nan does not apply: the client sends an update of zeros and keeps "
+                "its state, and the server does not learn of the error.",
+                type(error).__name__,
+                error,
+                self.trust.privacy.kind,
+            )
+            inner, upload, is_trained = state.inner, self._without_change(reference, down, view), False
         upload, within = self._clip_update(upload, definition, down)
+        if within is not None and not is_trained:
+            within = torch.zeros(1)
         if self.trust.privacy.kind == "local":
             upload = self._with_local_noise(upload, reference, down, view)
+        follow = functools.partial(self._follow, state.inner, inner, down.message, view)
         if not self._stages:
-            return ClientState(inner, None), Upload(upload, None, within)
+            return ClientState(follow(upload), None), Upload(upload, None, within)
         update = update_of(upload, reference, compared=True)
         key, feedback = view.key / "compression", self.trust.compression.error_feedback
-        rest, residual, like = (
-            without_compared(upload, reference),
-            None,
-            reference_numbers(reference, reference),
-        )
+        like = reference_numbers(reference, reference)
+        rest, residual = without_compared(upload, reference), None
         if feedback:
+            # what compression loses is sent later, so that sums of all that was sent agree up to what waits
             compressed, residual = with_feedback(self._stages, update, state.residual, key, like)
         else:
             compressed = compress(self._stages, tree.cast_like(update, like), key)
-        return ClientState(inner, residual), Upload(rest, compressed, within)
+            if isinstance(self.inner, KeepsSumOfUploads):
+                upload = with_compared(rest, reference, decompress(self._stages, compressed, like))
+        return ClientState(follow(upload), residual), Upload(rest, compressed, within)
+
+    def _follow(self, before: Any, after: Any, message: Any, view: ClientView, sent: Any) -> Any:
+        method: Any = self.inner
+        if not isinstance(method, KeepsSumOfUploads):
+            return after
+        return method.follow_upload(before, after, message, sent, view)
+
+    def _must_hide(self, error: Exception) -> bool:
+        """Whether the server must not learn that training failed; a simulation hides no mistake in code."""
+        is_private = self.trust.privacy.kind != "none"
+        return is_private and (self.system or isinstance(error, NonFiniteError))
+
+    def _without_change(self, reference: Any, down: Download, view: ClientView) -> Any:
+        """The upload of a client that has learnt nothing, in the form that one without data finds."""
+        upload, _ = trace_upload(self.inner, self.task, view.info, down.message)
+        return replace_numbers(upload, reference_numbers(upload, reference))
 
     def _clip_update(self, upload: Any, definition: Update, down: Download) -> tuple[Any, Tensor | None]:
         bound = self.trust.clipping.norm if down.clip is None else down.clip
@@ -220,13 +257,31 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
         else:
             # a client's number of examples is data, so under privacy no weight depends on it
             client = client if self.trust.privacy.kind == "none" else _unweighted(client)
-            found = self.inner.contribution(upload.rest, client, server.inner)
+            found = self.inner.contribution(self._bound(upload.rest, client, server), client, server.inner)
         if upload.within is None:
             return found
         # b - 1/2, whose sum a client changes by at most 1/2
         within = upload.within.double().clamp(0, 1) - 0.5
         count = Sum(torch.ones_like(within), counts=True)
         return {"method": found, "within": Sum(within, counts=True), "count": count}
+
+    def _bound(self, upload: Any, client: ClientInfo, server: ServerState) -> Any:
+        """The upload with an update of at most the clipping norm, which a hostile client may have exceeded.
+
+        An honest client's is within it, so that nothing changes. That does not hold of compressed updates, to which a
+        client adds what was lost before, nor of those with local noise; and masked ones the server does not see.
+        """
+        trust = self.trust
+        if trust.clipping.norm is None or trust.privacy.kind != "none" or self._stages or trust.secure.on:
+            return upload
+        bound = server.clip if self.is_adaptive else trust.clipping.norm
+        update = self._update(self.inner.download(server.inner, client), client)
+        size = norm(upload, update.reference, update.scale)
+        if size <= bound * (1 + _ROUNDING):
+            return upload
+        if not math.isfinite(size):
+            return replace_numbers(upload, reference_numbers(upload, update.reference))
+        return shrink(upload, update.reference, bound, update.scale)[0]
 
     def change(self, upload: Upload, down: Download, client: ClientInfo, server: ServerState) -> Params:
         """What an upload adds to the contribution of the reference, its norm at most the clipping norm.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import logging
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -44,6 +45,14 @@ from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from .trust_settings import SecureSums
 
+logger = logging.getLogger(__name__)
+
+LEAST_REPLIES = 2
+"""Clients in a sum, at least: the sum of one is what it sent."""
+
+COARSE = 1e-3
+"""Step of a value above which rounding is likely to show: a round of training moves many weights by less."""
+
 Vector = NDArray[np.uint64]  # numbers modulo 2^64: numpy's sums wrap by themselves
 SECRET = 15  # bytes of a secret: with its padding, one block of the sharing scheme
 
@@ -56,6 +65,25 @@ def _load(module: str) -> Any:
             return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"secure.on needs Flower: pip install 'fedlowrank[network]' ({error})") from error
+
+
+def warn_of_coarse_grid(settings: SecureSums) -> None:
+    """Say so where values are rounded to steps above :data:`COARSE`."""
+    step = grid_step(settings)
+    if step > COARSE:
+        logger.warning(
+            "secure.bits = %d and secure.bound = %g: every number that clients send is rounded to a multiple of %.2g, and "
+            "many changes of a round are smaller. Raise secure.bits (22 by default) or lower secure.bound",
+            settings.bits,
+            settings.bound,
+            step,
+        )
+
+
+def grid_step(settings: SecureSums) -> float:
+    """The step of a value, R / (2^(bits - 1) - 1), so that 0 is exact."""
+    levels: int = 2 ** (settings.bits - 1) - 1
+    return settings.bound / levels
 
 
 def align(like: Any, contribution: Any) -> list[tuple[Mean | Sum, list[Tensor]]]:
@@ -104,7 +132,7 @@ class FixedPoint:
             raise ConfigError(f"the largest weight of a secure sum is above 0; this one is {largest_weight}")
         levels = 2 ** min(32, 63 - settings.bits - clients.bit_length()) - 1
         self.bound: float = settings.bound
-        self.step: float = settings.bound / (2 ** (settings.bits - 1) - 1)
+        self.step: float = grid_step(settings)
         self.largest_weight, self.unit = largest_weight, 2.0 ** math.ceil(math.log2(largest_weight / levels))
 
     @property
@@ -167,7 +195,7 @@ class MaskingPlan:
         order, near, count = key.numpy().permutation(m), range(-reach, reach + 1), min(2 * reach + 1, m)
         places = {present[p]: sorted({int(order[(i + d) % m]) for d in near}) for i, p in enumerate(order)}
         self.holders = {client: [present[p] for p in found] for client, found in places.items()}
-        self.least = max(2, math.ceil(threshold * clients - 1e-9))
+        self.least = max(LEAST_REPLIES, math.ceil(threshold * clients - 1e-9))
         self.needed = min(count, self.least if count == m else math.ceil(threshold * count / 2))
 
 
@@ -287,7 +315,7 @@ class SecureAggregator(Aggregator):
         absent: clients that left before they shared their secrets.
 
     Attributes:
-        clipped: how many numbers and weights were clipped. A network would not tell.
+        clipped: how many numbers and weights were clipped. Over a network only each client knows its own.
         reason: why :meth:`finish` returned None.
     """
 

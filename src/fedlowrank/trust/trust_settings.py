@@ -92,6 +92,9 @@ class Privacy(CheckedFields):
         check_switch(self, self.switch, "run.privacy")
         if self.kind == "none":
             return
+        # half of a local σ is accounted for: an update may replace another one of the norm C
+        smallest = 2e-6 if self.kind == "local" else 1e-6
+        check_bounds(self, {"noise": f">= {smallest:g}"}, "privacy")
         if self.delta is None:
             raise ConfigError(
                 "privacy.delta is needed: ε means nothing without it. A usual δ is below 1 / clients"

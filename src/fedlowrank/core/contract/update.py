@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 NO_UPDATE = None
 """In the place of a part of a reference: that part of the upload is no update. It is neither clipped nor compressed, and no
@@ -58,3 +58,25 @@ class Lengths:
 
     form: Any
     most: int
+
+
+@runtime_checkable
+class KeepsSumOfUploads(Protocol):
+    """A method whose client and server each add up what the client sends, such as the control variates of SCAFFOLD.
+
+    An upload may be clipped, hidden by noise or compressed on its way. So that both sides add the same, the client's state
+    is made once more of the upload as the server gets it.
+    """
+
+    def follow_upload(self, before: Any, after: Any, down: Any, upload: Any, view: Any) -> Any:
+        """The next state of a client, given the upload as the server gets it.
+
+        Args:
+            before: state of the client before local training.
+            after: its state after local training.
+            down: what it was sent.
+            upload: what it sends back, decoded; with error feedback before it is compressed, since what compression
+                loses is sent later.
+            view: of the client.
+        """
+        ...

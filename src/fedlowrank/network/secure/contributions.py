@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from ...trust.protection import Protected
 from ...trust.secure_sums import FixedPoint, Vector, align
 from ...trust.trust_settings import SecureSums
 from .distributed_noise import DistributedNoise
+
+logger = logging.getLogger(__name__)
 
 LARGEST_WEIGHT = 2.0**20
 """Weight of a client in a mean, known to all before the first round; a client with more examples counts so much."""
@@ -39,7 +42,15 @@ def vector_of(contribution: Any, grid: FixedPoint, noise: DistributedNoise | Non
     """
     if noise is not None:
         return noise.vector(contribution["sum"].value)
-    return grid.encode(align(contribution, contribution))[0]
+    vector, clipped = grid.encode(align(contribution, contribution))
+    if clipped:
+        logger.warning(
+            "secure sums: %d of the numbers that this client adds are above secure.bound = %g and were clipped, so that the "
+            "server's model is not the mean of what clients trained. The experiment of all should raise secure.bound",
+            clipped,
+            grid.bound,
+        )
+    return vector
 
 
 def contribution_of(method: AnyMethod, upload: Any, down: Any, client: ClientInfo, server: Any) -> Any:

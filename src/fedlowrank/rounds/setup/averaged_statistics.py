@@ -23,7 +23,7 @@ from ...core.contract.contribution import Mean
 from ...core.contract.hook_results import check_pair
 from ...core.contract.method import AnyMethod, ClientInfo, ClientView, ServerView, Task
 from ...core.contract.model import Model
-from ...core.contract.update import Update
+from ...core.contract.update import KeepsSumOfUploads, Update
 from ...core.contract.wrapper import MethodWrapper
 from ...core.errors import ConfigError, TaskError
 from ...core.tree import Params, tree_dataclass
@@ -79,6 +79,15 @@ class AveragedStatistics(MethodWrapper[WithStatistics, Any, WithStatistics, With
         # a client keeps none
         view.model.set_buffers(before)
         return state, WithStatistics(upload, found)
+
+    def follow_upload(
+        self, before: Any, after: Any, down: WithStatistics, upload: WithStatistics, view: ClientView
+    ) -> Any:
+        """The method's; the state after local training of one that keeps no sum of uploads."""
+        method: Any = self.inner
+        if not isinstance(method, KeepsSumOfUploads):
+            return after
+        return method.follow_upload(before, after, down.inner, upload.inner, view)
 
     def describe_update(self, down: WithStatistics, client: ClientInfo, task: Task) -> Update:
         """The method's; statistics are no update, so that they are neither clipped nor compressed."""

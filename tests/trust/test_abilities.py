@@ -1,0 +1,131 @@
+"""What ``fedlowrank list --trust`` says of a method is what a run does."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedlowrank.cli.catalog import build_trust_table
+from fedlowrank.core import tree
+from fedlowrank.core.contract.contribution import Mean
+from fedlowrank.core.contract.method import AnyMethod, ClientInfo, ClientView, Task
+from fedlowrank.core.contract.update import NO_UPDATE, Update
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.learning.optimizer import SGD
+from fedlowrank.engines import ENGINES
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.methods.fednova import FedNova
+from fedlowrank.rounds.run import Run
+from fedlowrank.rounds.run_settings import RunSettings
+from fedlowrank.trust.abilities import ABILITIES, abilities
+from fedlowrank.trust.trust_settings import Clipping, Privacy, SecureSums
+from methods.setting import alike
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "central": {"privacy": Privacy("central", noise=1e-5, delta=1e-3), "clipping": Clipping(5.0)},
+    "local": {"privacy": Privacy("local", noise=1e-5, delta=1e-3), "clipping": Clipping(5.0)},
+    "secure": {"secure": SecureSums(on=True)},
+}
+
+
+def run_of(method: AnyMethod, **settings: Any) -> Run:
+    return Run(method, alike(), RunSettings(rounds=2, **settings), ENGINES["sequential"]())
+
+
+def listed(name: str) -> dict[str, str]:
+    (row,) = (row for row in build_trust_table()["rows"] if row[0] == name)
+    return dict(zip(ABILITIES, row[1:], strict=True))
+
+
+def vector(value: Any) -> np.ndarray:
+    return np.concatenate([t.double().numpy().ravel() for t in tree.tensors(value)])
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_server_that_counts_local_steps_needs_as_many_at_all_clients(kind: str) -> None:
+    """FedNova's server finds τ_k from n_k, which is private: its steps were about τ times too small."""
+    with pytest.raises(TaskError, match=r"each client's number of examples.* set steps = N"):
+        run_of(FedNova(batch_size=8), **SETTINGS[kind])
+    assert listed("fednova")[kind].startswith("no: its server computes with each client's number of examples")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_with_as_many_steps_it_is_the_mean_of_all_clients(kind: str, momentum: float) -> None:
+    """FedNova of equal numbers of steps is FedAvg, and under privacy all clients weigh the same."""
+    common: dict[str, Any] = {"batch_size": 8, "steps": 5, "optimizer": SGD(lr=0.05, momentum=momentum)}
+    private = run_of(FedNova(**common), **SETTINGS[kind])
+    plain = run_of(FedAvg(weighting="uniform", **common))
+    start = vector(plain.state.server)
+    for _ in range(2):
+        private.step()
+        plain.step()
+    step = vector(plain.state.server) - start
+    found = vector(private.state.server.inner) - start
+    # the noise is on a mean of gradients, a τ-th of the update
+    assert np.linalg.norm(step) > 0.1
+    assert np.abs(found - step).max() < 0.1 * np.abs(step).max()
+
+
+def test_the_smallest_noise_is_that_of_the_setting() -> None:
+    """Of local noise half is accounted for, and messages named the half."""
+    for kind, smallest in (("local", 2e-6), ("central", 1e-6)):
+        Privacy(kind, noise=smallest, delta=1e-3)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"noise must be >= {smallest:g}; it is {0.9 * smallest:g}"):
+            Privacy(kind, noise=0.9 * smallest, delta=1e-3)  # type: ignore[arg-type]
+    run_of(FedAvg(batch_size=8), privacy=Privacy("local", noise=2e-6, delta=1e-3), clipping=Clipping(1.0))
+
+
+@dataclass(frozen=True)
+class Personal(FedAvg):
+    """A middle client is sent another model, as a method with groups of clients may do."""
+
+    def download(self, server: Any, client: ClientInfo) -> Any:
+        return {n: t + 1 for n, t in server.items()} if client.id == 2 else server
+
+
+@dataclass(frozen=True)
+class Telling(FedAvg):
+    """Sends a plain number beside its model."""
+
+    def local_update(self, state: None, down: Any, view: ClientView) -> tuple[None, Any]:
+        _, upload = super().local_update(state, down, view)
+        return None, {"model": upload, "count": view.steps("local")}
+
+    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Mean:
+        return Mean(upload["model"], client.examples)
+
+    def describe_update(self, down: Any, client: ClientInfo, task: Task) -> Update:
+        return Update({"model": down, "count": NO_UPDATE})
+
+
+@dataclass(frozen=True)
+class Unequal(FedAvg):
+    """Clients of the rank 2 contribute one number less."""
+
+    def contribution(self, upload: Any, client: ClientInfo, server: Any) -> Mean:
+        return Mean({n: t[1:] if client.rank == 2 else t for n, t in upload.items()}, client.examples)
+
+
+def test_all_clients_are_compared_and_not_only_the_first_and_the_last() -> None:
+    task = alike().task(1)
+    assert abilities(Personal(), task)["central"] == (
+        "clients are sent different things, so that their sum has no common reference"
+    )
+    assert abilities(FedAvg(), task)["central"] is None
+    ranks = [None, 2, None, None]
+    clients = [dataclasses.replace(c, rank=r) for c, r in zip(task.clients, ranks, strict=True)]
+    other = dataclasses.replace(task, clients=tuple(clients))
+    assert abilities(Unequal(), other)["secure"] == "what clients contribute differs in form"
+    assert abilities(Unequal(), task)["secure"] is None
+
+
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_a_plain_number_beside_the_update_is_refused(kind: str) -> None:
+    assert abilities(Telling(), alike().task(1))[kind] == (
+        "its clients send count, which is no tensor, so that no noise is added to it"
+    )
