@@ -154,6 +154,16 @@ class TestStopped:
 
 
 class TestPairs:
+    def test_runs_of_other_data_of_the_same_sizes_are_not_paired(self, make_run):
+        tops = {"a": 0.9, "b": 0.8, "c": 0.7}
+        runs = [
+            make_run(m, s, rounds=rounds_of([[top + 0.01 * s]]), fingerprint=["new" if m == "c" else "old", "x"])
+            for m, top in tops.items() for s in (0, 1)
+        ]  # fmt: skip
+        _, b, c = rows_of(comparison(runs))
+        assert (b["pairs"], c["pairs"]) == (2, None)
+        assert "Not tested: c, which has no seed with the same clients as the best" in findings_of(runs)[0]
+
     def test_equal_differences_share_a_rank_whatever_rounding_makes_of_them(self):
         """Accuracies are k / 10: the ranks are those of whole numbers."""
         random = np.random.default_rng(0)

@@ -144,9 +144,10 @@ def _results(group: RunGroup, run: RunStatistics, measure: Measure) -> pd.Series
     return run.client_values(group.headline, measure)
 
 
-def _clients(run: RunRecord) -> list[tuple[Any, ...]]:
-    """What makes two federations the same: who the clients are and how many examples each has."""
-    return [tuple(row.get(key) for key in ("id", "train", "val", "test", "unseen")) for row in run.clients]
+def _clients(run: RunRecord) -> tuple[Any, ...]:
+    """What makes two federations the same: the clients, how many examples each has, and the digests of these."""
+    sizes = [tuple(row.get(key) for key in ("id", "train", "val", "test", "unseen")) for row in run.clients]
+    return sizes, run.config.get("fingerprint")
 
 
 def _difference(one: RunGroup, best: RunGroup, measure: Measure) -> Difference | None:
