@@ -126,6 +126,36 @@ def test_the_mean_of_a_batch_is_that_of_torch(name: str) -> None:
     torch.testing.assert_close(two, torch.stack([expected, short]), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "own"])
+def test_a_loss_of_scores_in_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
+    loss, shape, y, wanted = CASES[name]
+    y = y.to(dtype).float() if y.is_floating_point() else y
+    scores = (3 * reals(*shape)).to(dtype).requires_grad_()
+    exact = scores.detach().double().requires_grad_()
+    value, expected = (
+        task_loss(scores, Batch(None, y, loss=loss)),
+        wanted(exact, y.double() if y.is_floating_point() else y),
+    )
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), expected.double(), rtol=1e-5, atol=1e-6)
+    (grad,), (right,) = torch.autograd.grad(value, scores), torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(grad.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_of_scores_in_full_precision_are_those_of_torch_to_the_bit(dtype: torch.dtype) -> None:
+    y, scores = labels(7, 5, ignored=-100), reals(7, 5, 3).to(dtype)
+    text, place = (y[:, 1:] >= 0).nonzero(as_tuple=True)
+    found = F.cross_entropy(scores[text, place], y[:, 1:][text, place], reduction="none")
+    sums = torch.zeros(7, 4, dtype=dtype).index_put((text, place), found).sum(1)
+    assert torch.equal(Loss("next_token").each(scores, y), sums / (y[:, 1:] >= 0).sum(1).clamp(min=1))
+    assert torch.equal(
+        Loss().each(scores[:, 0], y[:, 1].abs() % 3),
+        F.cross_entropy(scores[:, 0], y[:, 1].abs() % 3, reduction="none"),
+    )
+
+
 def test_a_batch_of_which_no_label_counts_has_no_loss() -> None:
     y = torch.full((3,), -100)
     scores = torch.zeros(3, 2, requires_grad=True)

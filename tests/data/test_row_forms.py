@@ -103,6 +103,9 @@ def test_pairs_of_messages(tmp_path: Path, row: dict[str, Any]) -> None:
 
 
 def test_pairs_of_texts(tmp_path: Path) -> None:
+    (pair,) = read(tmp_path, [{"prompt": "hi", "chosen": [ANSWER], "rejected": [OTHER]}]).train
+    assert fields(pair.chosen) == (({"role": "user", "content": "hi"}, ANSWER), (), 1)
+    assert fields(pair.rejected) == (({"role": "user", "content": "hi"}, OTHER), (), 1)
     (pair,) = read(tmp_path, [{"prompt": "hi", "chosen": "hello", "rejected": "no"}]).train
     assert (pair.chosen, pair.rejected) == (Instruction("hi", "hello"), Instruction("hi", "no"))
 
@@ -266,6 +269,31 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
         {"chosen": [USER, ANSWER], "rejected": [OTHER]},
         "line 2: 'chosen' and 'rejected' begin with different turns",
+    ),
+    (
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, {**ANSWER, "weight": 0}]},
+        "line 2 has no turn of the assistant to learn",
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 1}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]},
+        "line 2 has no turn of the assistant to learn",
+    ),
+    (
+        {"messages": [USER, {**ANSWER, "train": True}]},
+        {"messages": [{**USER, "train": True}, ANSWER]},
+        "turn 1 has 'train': true, but turns of the user are not learnt",
+    ),
+    (
+        {"messages": [USER, {**ANSWER, "weight": 1}]},
+        {"messages": [USER, {**ANSWER, "weight": 0.5}]},
+        "turn 2: 'weight' is 0.5; it is 1 for a turn to learn, or 0",
+    ),
+    (
+        {"messages": [USER, {**ANSWER, "train": True}]},
+        {"messages": [USER, {**ANSWER, "train": "no"}]},
+        "turn 2: 'train' is 'no'; it is true",
     ),
     (
         {"tokens": ["a"], "ner_tags": [0]},

@@ -89,6 +89,27 @@ def test_ids_mask_and_labels_by_hand() -> None:
     assert torch.equal(everything.y, torch.where(mask == 1, ids, IGNORE_INDEX))
 
 
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        (Instruction("", "<bos> a b <eos>"), "none"),
+        (Instruction("", "a b <eos>"), "none"),
+        (Instruction("<bos> a", "b <eos>"), "verbatim"),
+        (Instruction("<bos> a", "b"), "plain"),
+        (Instruction("a", "b <eos>"), "plain"),
+    ],
+)
+def test_special_tokens_of_the_text_are_not_written_twice(record: Instruction, form: Any) -> None:
+    tokenizer = words()
+    # special tokens in a text are single ones, as with every tokenizer of transformers
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    found = tokenize(Texts("t", [record]), tokenizer, TextSettings(form, 16)).train
+    assert rows(found.x["input_ids"]) == [[BOS, A, B, EOS]]
+    assert found.y[0, -2:].tolist() == [B, EOS]
+    everything = tokenize(Texts("t", [record]), tokenizer, TextSettings(form, 16, "all")).train
+    assert rows(everything.y) == [[BOS, A, B, EOS]]
+
+
 def test_special_tokens_that_are_lacking() -> None:
     texts = Texts("t", PAIR)
     without_bos = tokenize(texts, words(bos=False), PLAIN)

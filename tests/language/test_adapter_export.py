@@ -356,3 +356,47 @@ def test_the_adapter_of_a_classifier_holds_its_head(bert: Path, tmp_path: Path) 
     told = json.loads((tmp_path / "out" / "server" / "fedlowrank.json").read_text())
     assert "prompt" not in told
     assert "pipeline_tag: text-classification" in (tmp_path / "out" / "server" / "README.md").read_text()
+
+
+ROWS: dict[str, Any] = {
+    "causal": lambda i: {"prompt": f"{i}?", "completion": " a fox"},
+    "classification": lambda i: {"text": f"fox {i}", "label": ["a fox", "a dog", "é"][i % 3]},
+    "token_classification": lambda i: {"tokens": ["fox", f"{i}"], "ner_tags": [["A", "B", "C"][i % 3], "O"]},
+    "embedding": lambda i: {"anchor": f"who is {i}", "positive": f"fox {i}"},
+}
+"""A row of the data of each task."""
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_the_code_of_the_card_loads_what_was_trained(
+    task: Any, llama: Path, bert: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(ROWS[task](i)) for i in range(30)))
+    base = llama if task == "causal" else bert
+    tables = causal(base, tmp_path, method="fedit", run={"rounds": 1})
+    tables["data"] = {"source": "text", "path": str(tmp_path / "rows.jsonl"), "normalize": "none"}
+    tables["partition"] = {"kind": "iid", "clients": 2}
+    tables["language"] = {"path": str(base), "task": task, "context": 32}
+    tables["lora"] = {"r": 2, "target_modules": ["q_proj" if task == "causal" else "query"]}
+    tables["loss"] = {"kind": "contrastive" if task == "embedding" else "auto"}
+    run = run_of(tables)
+    language = language_of_run(run)
+    (folder,) = [f for f in language.write(run, tmp_path / "out") if f.name == "server"]
+    card = (folder / "README.md").read_text()
+    names: dict[str, Any] = {}
+    code = card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(folder))
+    exec(code, names)
+    loaded = names["model"].eval()
+    x = language.loaded.tokenizer(["a fox", "the dog sleeps"], return_tensors="pt", padding=True)
+    with torch.no_grad(), language.live(run.personal(run.federation.infos[0])) as own:
+        found, wanted = loaded(**x), own(**x)
+    if task == "embedding":
+        torch.testing.assert_close(found.last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
+    else:
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+    classes = run.federation.classes
+    stored = json.loads((folder / "fedlowrank.json").read_text())
+    assert tuple(stored.get("classes", ())) == classes
+    if classes:
+        assert loaded.config.id2label == dict(enumerate(classes))
+        assert loaded.config.label2id == {name: i for i, name in enumerate(classes)}

@@ -18,6 +18,7 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base_model import LanguageBase, load_base
 from fedlowrank.language.tiny import build_tiny
+from fedlowrank.models.architecture import build_module
 
 from .conftest import TEXTS
 from .test_runs import causal
@@ -52,6 +53,50 @@ def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
         "sdpa": "sdpa",
     }
     torch.testing.assert_close(made["eager"](x).logits, made["sdpa"](x).logits)
+
+
+def saved(folder, make):
+    """A model of transformers, untrained, with the tokenizer of another folder."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    size = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    there = folder.parent / f"{folder.name}-{make.__name__}"
+    build_module(lambda: make(size), KEY).save_pretrained(there)
+    tokenizer.save_pretrained(there)
+    return there
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}
+
+
+def masked_bert(size):
+    return transformers.BertForMaskedLM(transformers.BertConfig(**size, **SMALL))
+
+
+def causal_bert(size):
+    return transformers.BertLMHeadModel(transformers.BertConfig(**size, **SMALL, is_decoder=True))
+
+
+def t5(size):
+    small = {"d_model": 32, "d_ff": 40, "num_layers": 1, "num_heads": 4, "d_kv": 8}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**size, **small))
+
+
+def test_a_causal_model_whose_tokens_see_later_ones_is_refused(bert):
+    with pytest.raises(
+        ConfigError, match=r"a token sees those that follow it.*language.task to 'classification'"
+    ):
+        load_base(LanguageBase(str(saved(bert, masked_bert))), (), KEY)
+    # the same code with a causal mask is none of them
+    assert load_base(LanguageBase(str(saved(bert, causal_bert))), (), KEY).model.config.is_decoder
+    # and the encoder is one for its tasks
+    assert load_base(LanguageBase(str(saved(bert, masked_bert)), "embedding"), (), KEY).head == ()
+
+
+@pytest.mark.parametrize("task", ["causal", "classification", "token_classification", "embedding"])
+def test_an_encoder_with_a_decoder_is_refused(bert, task):
+    base = LanguageBase(str(saved(bert, t5)), task)
+    with pytest.raises(ConfigError, match=r"is an encoder with a decoder \(t5\)"):
+        load_base(base, CLASSES if base.has_head else (), KEY)
 
 
 def test_the_digest_is_of_the_files_whatever_the_dtype_and_the_folder(llama, tmp_path):

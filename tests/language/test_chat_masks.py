@@ -189,6 +189,58 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not() -> None:
     assert '"name": "find", "parameters"' in text
 
 
+@pytest.mark.parametrize("name", ["chatml", "marked", "llama3"])
+def test_a_template_that_drops_calls_of_tools_or_the_tools_is_refused(name: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    with pytest.raises(DataError, match="leaves out the calls of tools of turn 2"):
+        learnt(tokenizer, WITH_TOOLS)
+    with pytest.raises(DataError, match="leaves out the tools"):
+        learnt(tokenizer, TALK, tools=(TOOL,))
+
+
+def test_a_template_that_drops_what_the_assistant_or_a_tool_says_is_refused() -> None:
+    turn = "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
+    for role, number in (("assistant", 2), ("tool", 3)):
+        tokenizer = byte_tokenizer("chatml")
+        tokenizer.chat_template = (
+            f"{{% for m in messages %}}{{% if m['role'] != '{role}' %}}{turn}{{% endif %}}{{% endfor %}}"
+        )
+        messages = [{k: v for k, v in m.items() if k != "tool_calls"} for m in WITH_TOOLS]
+        messages[1] = {**messages[1], "content": "I look"}
+        with pytest.raises(DataError, match=f"leaves out the text of turn {number}, of the {role}"):
+            learnt(tokenizer, messages)
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "marked", "trimming"])
+def test_turns_that_a_row_marks_are_not_learnt(name: str, mark: dict[str, Any]) -> None:
+    tokenizer, second = byte_tokenizer(name), answers_of(name, TALK)[1]
+    places = [i for i, m in enumerate(TALK) if m["role"] == "assistant"]
+    messages = [{**m, **mark} if i in (places[0], places[2]) else m for i, m in enumerate(TALK)]
+    text = rendered(name, TALK)
+    found = learnt(tokenizer, messages)
+    start = text.index(second)
+    assert found == [own for _, own in expected(text, [(start, start + len(second))])]
+    assert not any(learnt(tokenizer, messages, "last"))
+    with pytest.raises(DataError, match="marked as not learnt"):
+        learnt(tokenizer, messages, "all")
+    # the marks of the others change nothing
+    others = [{**m, "weight": 1, "train": True} if m["role"] == "assistant" else m for m in TALK]
+    assert learnt(tokenizer, others) == learnt(tokenizer, TALK)
+
+
+def test_keys_of_messages_that_a_template_does_not_read_are_noted() -> None:
+    tokenizer = byte_tokenizer("chatml")
+    talk = Conversation(tuple({**m, "id": 3, "weight": 1} for m in TALK[:2]))
+    notes = tokenize(Texts("t", [talk]), tokenizer, TextSettings("chat", 512)).notes
+    assert any("reads no 'id' of the messages" in note for note in notes)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']", "(message['content'] ~ message['id'])"
+    )
+    notes = tokenize(Texts("t", [talk]), tokenizer, TextSettings("chat", 512)).notes
+    assert not any("of the messages" in note for note in notes)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     thinking = [
         {**m, "content": f"<think>hm</think>{m['content']}"} if m["role"] == "assistant" else m for m in TALK

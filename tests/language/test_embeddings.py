@@ -220,6 +220,29 @@ def test_the_data_command_and_a_report_name_both_texts(
     assert "loss per token" not in printed
 
 
+def test_pairs_that_never_meet_another_one_are_refused_before_the_run(bert: Path, tmp_path: Path) -> None:
+    """Their loss is 0, and their gradient too."""
+    with pytest.raises(
+        ConfigError, match=r"batch_size = 1: loss 'contrastive' compares .* at least 2, for FedIT"
+    ):
+        run_of(tables(bert, pairs(tmp_path), defaults={"batch_size": 1}), steps=0)
+    path = pairs(tmp_path, 13)
+    rows = [
+        json.loads(line) | {"site": "b" if i < 3 else "a"}
+        for i, line in enumerate(path.read_text().splitlines())
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    made = tables(
+        bert, path, data={"client_column": "site"}, split={"train": 0.34, "val": 0.33, "test": 0.33}
+    )
+    made["partition"] = {"kind": "natural"}
+    with pytest.raises(DataError, match=r"client 1 trains on 1 of 1 pairs, and loss 'contrastive' compares"):
+        run_of(made, steps=0)
+    # with a pair left over an epoch has other batches, too
+    run = run_of({**made, "split": {"train": 0.6, "val": 0.0, "test": 0.4}, "defaults": {"batch_size": 5}})
+    assert sorted(len(client.train) for client in run.federation.clients) == [2, 6]
+
+
 def test_what_does_not_fit_is_said(llama: Path, tmp_path: Path) -> None:
     made = tables(llama, pairs(tmp_path))
     with pytest.raises(ConfigError, match=r"micro_batch = 2 takes a batch in parts, and loss 'contrastive'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from fedlowrank.core.errors import ConfigError, DataError
@@ -138,25 +139,53 @@ def test_labels_of_words_are_at_their_first_tokens() -> None:
     records = [TokenLabeled(("ab", "c", "d"), ("X", "O", "X")), TokenLabeled(("e",), ("O",))]
     data = tokenize(Texts("t", records), tokenizer, TextSettings(context=16))
     assert data.classes == ("O", "X")
-    assert data.train.y.tolist() == [[1, -100, 0, 1], [0, -100, -100, -100]]
+    # a token for each byte, the space before a word among them
+    assert data.train.y.tolist() == [[1, -100, -100, 0, -100, 1, -100], [0, *[-100] * 6]]
     assert data.outputs == 2
-    assert lines(data, tokenizer)[1].split() == ["all", "2", "5", "4", "4"]
-    assert lines(data, tokenizer, 1)[-1] == "a/1 b c/0 d/1"
+    assert lines(data, tokenizer)[1].split() == ["all", "2", "9", "4", "7"]
+    assert lines(data, tokenizer, 1)[-1] == " /1 a b  /0 c  /1 d"
     named = tokenize(
         Texts("t", [TokenLabeled(("ab", "c"), (1, -100))], classes=("O", "X")),
         tokenizer,
         TextSettings(context=16),
     )
-    assert (named.classes, named.train.y.tolist()) == (("O", "X"), [[1, -100, -100]])
+    assert (named.classes, named.train.y.tolist()) == (("O", "X"), [[1, -100, -100, -100, -100]])
     unnamed = tokenize(
         Texts("t", [TokenLabeled(("ab", "c"), (1, -100))]), tokenizer, TextSettings(context=16)
     )
-    assert (unnamed.classes, unnamed.train.y.tolist()) == (("0", "1"), [[1, -100, -100]])
+    assert (unnamed.classes, unnamed.train.y.tolist()) == (("0", "1"), [[1, -100, -100, -100, -100]])
     cut = tokenize(Texts("t", records), tokenizer, TextSettings(context=3))
-    assert cut.train.y.tolist() == [[1, -100, 0], [0, -100, -100]]
-    assert "1 of 2 texts are longer than 3 tokens" in cut.notes[0]
+    assert cut.train.y.tolist() == [[1, -100, -100], [0, -100, -100]]
+    assert any("1 of 2 texts are longer than 3 tokens" in note for note in cut.notes)
     with pytest.raises(DataError, match="row 4 has 2 words and 1 labels"):
         tokenize(Texts("t", [TokenLabeled(("a", "b"), ("O",), place="row 4")]), tokenizer, PLAIN)
+
+
+def test_words_with_labels_have_the_tokens_of_running_text() -> None:
+    tokenizer = byte_tokenizer(merges_from=["the fox jumps", "a fox and the dog"] * 3)
+    record = TokenLabeled(("the", "fox", "jumps"), ("O", "X", "O"))
+    data = tokenize(Texts("t", [record, record]), tokenizer, TextSettings(context=16))
+    ids, labels = data.train.x["input_ids"][0].tolist(), data.train.y[0].tolist()
+    assert ids == tokenizer(" the fox jumps", add_special_tokens=False)["input_ids"]
+    starts = [i for i, label in enumerate(labels) if label >= 0]
+    pieces = [tokenizer.decode(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    assert pieces == [" the", " fox", " jumps"]
+    assert any("a space is written before each word" in note for note in data.notes)
+    # a tokenizer that keeps words apart by itself gets them as they are
+    bare = [["the", "fox", "jumps"]]
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    own = tokenize(Texts("t", [record, record]), tokenizer, TextSettings(context=16))
+    assert own.train.x["input_ids"][0].tolist() == tokenizer(bare, is_split_into_words=True)["input_ids"][0]
+    assert not any("space" in note for note in own.notes)
+
+
+def test_a_tokenizer_that_joins_words_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    # it drops the spaces around each word
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Strip()
+    record = TokenLabeled(("a", "b"), ("O", "X"))
+    with pytest.raises(ConfigError, match=r"joins the words of a list.*add_prefix_space=True"):
+        tokenize(Texts("t", [record]), tokenizer, TextSettings(context=16))
 
 
 def test_labels_of_texts_are_shown() -> None:

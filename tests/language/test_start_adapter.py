@@ -139,6 +139,51 @@ def test_scales_and_ranks_of_single_layers_are_read(
     assert torch.allclose(logits_of(run, run.personal(run.federation.infos[1])), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+        {"exclude_modules": ["v_proj"]},
+        {"target_modules": r".*layers\.1\..*(q|v)_proj"},
+        {"alpha_pattern": {"v_proj": 20}},
+        {"lora_dropout": 0.25},
+    ],
+    ids=str,
+)
+def test_the_layers_and_settings_are_those_of_the_adapter(
+    config: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    expected = write_adapter(llama, tmp_path / "adapter", **config)
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", {})
+    params = run.personal(run.federation.infos[0])
+    assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
+    stored = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.replace(".default.weight", ".weight") for name in params} == set(stored)
+    # as PEFT loads them, so that steps are the same, too
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ours: Any = run.federation.companion
+    for name, layer in theirs.named_modules():
+        if hasattr(layer, "lora_A"):
+            own = ours.model.get_submodule(name)
+            assert own.scaling == layer.scaling
+            assert getattr(own.lora_dropout["default"], "p", 0) == getattr(
+                layer.lora_dropout["default"], "p", 0
+            )
+
+
+def test_layers_that_are_set_replace_those_of_the_adapter(llama: Path, tmp_path: Path) -> None:
+    expected = write_adapter(
+        llama, tmp_path / "adapter", layers_to_transform=[1], alpha_pattern={"q_proj": 9}
+    )
+    wider = {"target_modules": ["q_proj", "v_proj", "o_proj"], "r": 4, "lora_alpha": 4}
+    run = make_run(llama, tmp_path / "adapter", tmp_path, "fedit", wider)
+    params = run.personal(run.federation.infos[0])
+    assert torch.allclose(logits_of(run, params), expected, atol=2e-5)
+    assert len(params) == 2 * 3 * 2
+
+
 def test_training_goes_on_from_the_factors(llama: Path, tmp_path: Path) -> None:
     """One step of FedIT is a step of SGD on the factors in plain PEFT."""
     write_adapter(llama, tmp_path / "adapter")

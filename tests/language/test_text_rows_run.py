@@ -103,6 +103,26 @@ def test_the_data_command_shows_what_is_learnt(
     )
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_messages_are_written_by_the_template_alone(chat_llama: Path, tmp_path: Path, pairs: bool) -> None:
+    user, answer = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "the fox"}
+    row: dict[str, Any] = {"messages": [user, answer]}
+    if pairs:
+        row = {"chosen": [user, answer], "rejected": [user, {**answer, "content": "a dog"}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 20))
+    made = tables(chat_llama, {"path": str(tmp_path / "rows.jsonl")}, format="alpaca")
+    made["partition"] = {"kind": "iid", "clients": 1}
+    made["loss"] = {"kind": "orpo" if pairs else "next_token"}
+    with pytest.raises(
+        ConfigError, match=r"language\.format is 'alpaca', but the rows are lists of messages"
+    ):
+        ExperimentConfig.parse(made).federation()
+    made["language"].pop("format")
+    companion: Any = ExperimentConfig.parse(made).federation().companion
+    # what scores and answers ask in
+    assert companion.asks_by_template
+
+
 def test_pairs_need_a_loss_of_preferences(llama: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)]
     files = [tmp_path / f"{name}.jsonl" for name in "ab"]

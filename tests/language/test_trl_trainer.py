@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "packing": ({"language": {"packing": True}, "partition": {"min_size": 2}}, "packing"),
     "parts": ({"defaults": {"batch_size": 4}, "run": {"micro_batch": 2}}, "equally many in every step"),
+    "dropped batches": (
+        {"language": {"trainer_args": {"dataloader_drop_last": True}}},
+        "drop_last of the method",
+    ),
+    "saved models": ({"language": {"trainer_args": {"save_strategy": "epoch"}}}, r"run\.checkpoint_every"),
+    "the best model": ({"language": {"trainer_args": {"load_best_model_at_end": True}}}, "adapters --best"),
+    "another base": (
+        {"language": {"trainer_args": {"model_init_kwargs": {"dtype": "float16"}}}},
+        r"the section \[language\] \(dtype",
+    ),
+    "kernels": (
+        {"language": {"trainer_args": {"use_liger_kernel": True}}},
+        r"the trainer stopped: ImportError: .*Leave out .* language\.trainer_args \(use_liger_kernel\)",
+    ),
+    "an accelerator": (
+        {"language": {"trainer_args": {"activation_offloading": True}}},
+        r"the trainer cannot be made: AttributeError: .*trainer_args \(activation_offloading\)",
+    ),
     "field": ({"language": {"trainer_args": {"optimm": "adafactor"}}}, "no field 'optimm'"),
     "value": ({"language": {"trainer_args": {"optim": "adamm"}}}, "adamm"),
     "name": ({"language": {"trainer": "trll"}}, "did you mean|Did you mean"),
@@ -145,6 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.use_liger_kernel=True. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_trainer_cannot_do_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
     changed, words = REFUSED[name]
@@ -152,6 +172,10 @@ def test_what_a_trainer_cannot_do_is_refused(name: str, llama: Path, tmp_path: P
     tables["language"]["trainer"] = "trl"
     for section, fields in changed.items():
         tables[section] = {**tables.get(section, {}), **fields} if isinstance(fields, dict) else fields
+    if name == "kernels" and importlib.util.find_spec("liger_kernel"):
+        pytest.skip("liger-kernel is installed")
+    if name == "an accelerator" and torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
     with pytest.raises((ConfigError, TaskError), match=words):
         run_of(tables)
 

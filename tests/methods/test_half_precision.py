@@ -245,7 +245,7 @@ def test_a_clients_steps_are_rounded_once(dtype: torch.dtype, ours: Any, theirs:
     optimizer = theirs(exact)
     for _ in range(4):
         layer.zero_grad()
-        nn.functional.cross_entropy(layer(data.x), data.y).backward()
+        nn.functional.cross_entropy(layer(data.x).float(), data.y).backward()
         for p, q in zip(exact, layer.parameters(), strict=True):
             p.grad = q.grad.double()
         optimizer.step()
@@ -462,7 +462,8 @@ def test_statistics_of_many_examples(kind: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", ["low_rank", "sparse"])
 def test_a_step_with_its_prox_is_rounded_once(norm: Any, dtype: torch.dtype, engine: Any) -> None:
     optimizer = SGD(lr=0.05, momentum=0.9)
-    method = LPGD(epochs=3, batch_size=8, lam=0.02, norm=norm, optimizer=optimizer)
+    # the threshold lr lam / (1 - momentum) is 1e-3
+    method = LPGD(epochs=3, batch_size=8, lam=0.002, norm=norm, optimizer=optimizer)
     run = run_of(method, dtype, 2)
     run.engine = engine()
     jobs = [ClientJob(None, run.state.server, c) for c in run.federation.infos]
@@ -473,7 +474,7 @@ def test_a_step_with_its_prox_is_rounded_once(norm: Any, dtype: torch.dtype, eng
         theirs = torch.optim.SGD(exact, lr=0.05, momentum=0.9)
         for _ in range(3):
             layer.zero_grad()
-            nn.functional.cross_entropy(layer(data.x), data.y).backward()
+            nn.functional.cross_entropy(layer(data.x).float(), data.y).backward()
             for p, q in zip(exact, layer.parameters(), strict=True):
                 p.grad = q.grad.double()
             theirs.step()

@@ -18,7 +18,7 @@ from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.contract.method import ServerView
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.learning.optimizer import SGD, AdamW, Group, LocalSchedule, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import ClientResult, client_view
 from fedlowrank.engines.sequential import Sequential
@@ -314,6 +314,12 @@ def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
 def test_steps_below_the_rounding_of_trained_factors_are_no_error(kind: Any) -> None:
     vanishing = Schedule("step", factor=1e-40, every=1)
     go(kind, 2, optimizer=SGD(lr=0.1, schedule=vanishing))
+
+
+@every
+def test_rounds_after_the_end_of_a_schedule_over_rounds_are_no_error(kind: Any) -> None:
+    # FLoRA begins with fresh factors in every round
+    go(kind, 2, optimizer=SGD(lr=0.1, local_schedule=LocalSchedule("cosine", rounds=1)))
 
 
 # -- what travels --------------------------------------------------------------------------------------------

@@ -184,6 +184,22 @@ def test_scaffold_divides_by_the_sum_of_the_learning_rates() -> None:
     assert_close(run.state.clients[client], {n: t / sum(rates) for n, t in total.items()})
 
 
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
+def test_scaffold_divides_by_the_rates_of_the_round_where_a_schedule_goes_on(engine: type[Engine]) -> None:
+    # one step of all examples a round: the control is the gradient at the start of the round
+    fed = federation()
+    optimizer = SGD(lr=LR, local_schedule=LocalSchedule("cosine", rounds=4))
+    run = Run(SCAFFOLD(batch_size=1000, optimizer=optimizer), fed, RunSettings(rounds=4), engine())
+    data, module = fed.clients[2].train, Net(6)
+    for _ in range(3):
+        module.load_state_dict(run.personal(fed.infos[2]))
+        module.zero_grad()
+        functional.cross_entropy(module(data.x), data.y).backward()
+        run.step()
+        gradient = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        tree.map_leaves(torch.testing.assert_close, run.state.clients[2], gradient)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "FedNova": (lambda: FedNova(optimizer=SGD(local_schedule=LocalSchedule("cosine"))), "has local_schedule"),
     "server": (

@@ -18,7 +18,7 @@ from ..core.tree import Params
 from ..data.text.text_formats import render
 from ..data.text.text_records import Instruction
 from ..language.export.server_model import find_server_model
-from ..language.scores import TASKS, Score, ScoreTask
+from ..language.scores import TASKS, PromptFormat, Score, ScoreTask
 from ..language.text_federation import Language
 from ..rounds.run import Run
 from .terminal import OUT
@@ -69,14 +69,17 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     return found
 
 
-def prompt_of(language: Language) -> Any:
+def prompt_of(language: Language) -> PromptFormat:
     """The format of training, for prompts."""
 
     def prompt(record: Mapping[str, str]) -> str:
+        if language.settings.format == "none":
+            # a text that the model goes on with
+            return record["instruction"] + record["input"]
         asked = Instruction(record["instruction"], "", record["input"])
         return render(asked, language.settings.format, language.loaded.tokenizer)[0]
 
-    return prompt
+    return PromptFormat(prompt, special_tokens=not language.asks_by_template)
 
 
 def language_of_run(run: Run) -> Language:

@@ -16,7 +16,7 @@ from ..core.key import Key
 from ..core.learning.losses import Loss
 from ..data.augment import Augment
 from ..data.clients import make_clients, subsample_training
-from ..data.dataset import ClientData, Examples, Inputs, Stored, standardize_client, subset
+from ..data.dataset import ClientData, Dataset, Examples, Inputs, Stored, standardize_client, subset
 from ..data.datasets.csv_table import TableDataset
 from ..data.federation import Federation
 from ..data.partitioning.concept import Concept, apply_concept
@@ -101,6 +101,7 @@ def share_data(experiment: FederationSettings) -> Shares:
         texts: Any = experiment.data.source.load()
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
         language = _complete_language(experiment, language)
+        dataset = _note_unused_test(dataset, experiment.split)
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
     data = make_clients(dataset, partition, experiment.split, key)
@@ -116,6 +117,17 @@ def share_data(experiment: FederationSettings) -> Shares:
     notes = tuple(note for note in dataset.notes if is_open or note not in TARGET_WARNINGS)
     columns = dataset.columns if isinstance(dataset, TableDataset) else ()
     return Shares(tuple(data), dataset.classes, notes, language, columns)
+
+
+def _note_unused_test(dataset: Dataset, split: Split) -> Dataset:
+    """The data set, with a note where the split leaves its test part unused."""
+    if dataset.test is None or split.official_test != "unused":
+        return dataset
+    note = (
+        f"{len(dataset.test)} rows of the test part are not used: split 'local' divides the training part. Set split.kind "
+        "to 'whole_test' to test on them, or split.pool to 'all' to divide them, too"
+    )
+    return dataclasses.replace(dataset, notes=(*dataset.notes, note))
 
 
 def _compare_responses(

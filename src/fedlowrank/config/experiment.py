@@ -92,7 +92,7 @@ class ExperimentConfig(pydantic.BaseModel):
         language: the language model that is adapted, or None for models of other data.
         data: the source of the data.
         partition: of the data set among clients; ``kind`` may be ``module:function`` of your own.
-        split: of each client's examples.
+        split: of each client's examples; of texts whose source names a test part by default ``whole_test``.
         concept: what differs between groups of clients.
         augment: how the images of training batches are changed at random.
         model: the models of the clients.
@@ -254,6 +254,8 @@ class ExperimentConfig(pydantic.BaseModel):
             kind: type[Any] = PeftSettings if language else LoraSettings
             return build(kind, value, section)
         known, default = TAGGED[section]
+        if section == "split" and _leaves_split_open(value) and _has_test_texts(info.data):
+            default = "whole_test"
         advice = " A function of your own is named 'module:function'." if section == "partition" else ""
         return build_tagged(known, value, section, default, advice=advice)
 
@@ -506,6 +508,17 @@ def method_class(name: str, allow_code: bool = True) -> type[AnyMethod]:
         raise ConfigError(f"method: {name!r} is no subclass of fedlowrank.Method")
     cls.check_class()
     return cls
+
+
+def _leaves_split_open(value: Any) -> bool:
+    """Whether a section ``[split]`` names no kind, nor a field of one kind alone."""
+    return isinstance(value, Mapping) and set(value) <= {"val"}
+
+
+def _has_test_texts(sections: Mapping[str, Any]) -> bool:
+    """Whether the section ``[data]`` chooses a test part of texts, which the usual split would not use."""
+    data = sections.get("data")
+    return sections.get("language") is not None and isinstance(data, DataSettings) and data.names_test
 
 
 def _refuse_code(names: Sequence[str]) -> None:

@@ -115,7 +115,8 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
         key: of new weights.
 
     Raises:
-        ConfigError: if the classes do not go with the task, or bitsandbytes is missing.
+        ConfigError: if the classes do not go with the task, bitsandbytes is missing, a token of a causal model sees
+            those that follow it, or the model is an encoder with a decoder.
         DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
             are missing in the files, or its tokenizer has nothing to pad with.
     """
@@ -160,8 +161,11 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
 
     try:
         with quiet(library):
+            _refuse_encoder_decoder(library.AutoConfig.from_pretrained(where, **settings), base)
             tokenizer = library.AutoTokenizer.from_pretrained(where, **settings)
             model: Any = build_module(make, key)
+    except ConfigError:
+        raise
     # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
     except Exception as error:
         raise DataError(
@@ -171,10 +175,11 @@ def load_base(base: LanguageBase, classes: tuple[str, ...], key: Key) -> LoadedB
     new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
     head, notes = _new_parts(model, base, new)
     notes += _pad(model, tokenizer, base)
-    if base.task == "causal":
-        notes += _compare_ends(model, tokenizer, base)
     model.requires_grad_(False)
     model.eval()
+    if base.task == "causal":
+        notes += _compare_ends(model, tokenizer, base)
+        _check_causal(model, base)
     if base.task == "embedding":
         return_hidden_states(model)
     if base.gradient_checkpointing:
@@ -346,6 +351,33 @@ def _compare_ends(model: Any, tokenizer: Any, base: LanguageBase) -> list[str]:
         f"The tokenizer of {base.path!r} ends a text by {tokenizer.eos_token!r} ({end}), but the model stops at {stops}: "
         "trained texts end in a token that is not the model's. Set eos_token in tokenizer_config.json."
     ]
+
+
+def _refuse_encoder_decoder(config: Any, base: LanguageBase) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"language.path: {base.path!r} is an encoder with a decoder ({config.model_type}), which is not supported. Name a "
+            "causal model (Llama, Qwen, ...), or for classes and embeddings an encoder (BERT, RoBERTa, ...)"
+        )
+
+
+def _check_causal(model: Any, base: LanguageBase) -> None:
+    """Refuse a model whose scores of a token depend on later ones, such as the encoder of a BERT."""
+    embedding = model.get_input_embeddings()
+    ids = (torch.arange(1, 9, device=embedding.weight.device) % embedding.num_embeddings)[None]
+    other = torch.cat([ids[:, :-1], ids[:, :1]], 1)
+    with torch.no_grad():
+        first, second = (
+            model(input_ids=x, attention_mask=torch.ones_like(x)).logits[:, :-1].float() for x in (ids, other)
+        )
+    # only rounding may differ: of experts' batches, and of 8-bit columns that are chosen over all tokens
+    near = 0.05 if base.quantize else 1e-5 if model.dtype == torch.float32 else 0.01
+    if (first - second).abs().max() > near * first.abs().max():
+        raise ConfigError(
+            f"language.path: in the {type(model).__name__} of {base.path!r} a token sees those that follow it, so it would "
+            "learn to predict what it is shown. Name a causal model; or set language.task to 'classification', "
+            "'token_classification' or 'embedding', for which encoders are made"
+        )
 
 
 def check_positions(model: Any, context: int) -> None:

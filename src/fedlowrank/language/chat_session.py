@@ -20,7 +20,9 @@ class ChatSession:
         model: a causal model of ``transformers``.
         tokenizer: of the model.
         write_prompt: writes a question in the format of training; used without a chat template.
-        decoding: how replies are generated.
+        decoding: how replies are generated. To prompts of a chat template the tokenizer adds no special tokens, as in
+            training.
+        by_template: whether the chat template of the tokenizer, if it has one, writes the prompts.
 
     Attributes:
         dropped: turns that were dropped.
@@ -38,8 +40,9 @@ class ChatSession:
         self._model = model
         self._tokenizer = tokenizer
         self._write_prompt = write_prompt
-        self._decoding = decoding
         self._by_template = by_template
+        special = decoding.special_tokens and not self.has_template
+        self._decoding = replace(decoding, special_tokens=special)
         self._replies = 0
         self._turns: list[dict[str, str]] = []
 

@@ -22,7 +22,7 @@ from ..core.key import Key
 from ..core.learning.preference_losses import RESPONSE_MASK
 from ..core.tree import Params
 from ..data.dataset import Dataset
-from ..data.text.text_formats import choose_format, render
+from ..data.text.text_formats import choose_format, hold_messages, render
 from ..data.text.text_records import Instruction, Labeled, Texts, TokenLabeled
 from ..data.text.tokens import TextSettings, tokenize
 from ..models.architecture import Architecture
@@ -180,10 +180,8 @@ class Language:
         def write_prompt(question: str) -> str:
             return template.replace(INSTRUCTION, question)
 
-        # as it was trained: a chat template that the base has is no part of another format
-        by_template = self.settings.format == "chat"
         return sample_answers(
-            run, prompts, self.live, self.loaded.tokenizer, write_prompt, tokens, by_template
+            run, prompts, self.live, self.loaded.tokenizer, write_prompt, tokens, self.asks_by_template
         )
 
     def write(
@@ -246,14 +244,25 @@ class Language:
         return written
 
     def _folders(self, settings: ExportSettings) -> AdapterFolders:
-        prompt = {"prompt_format": self.settings.format, "prompt": self.prompt_template}
-        metadata = prompt if self.settings.task == "causal" else {}
+        metadata: dict[str, Any] = {"classes": self.classes} if self.classes else {}
+        if self.settings.task == "causal":
+            metadata = {"prompt_format": self.settings.format, "prompt": self.prompt_template}
         return AdapterFolders(self.model, self.loaded, settings.base_model, metadata)
+
+    @property
+    def asks_by_template(self) -> bool:
+        """Whether the chat template writes the prompts, as it did in training; else it is no part of their format."""
+        return self.settings.format == "chat"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers; empty without a head of classes."""
+        return tuple(self.loaded.model.config.id2label.values()) if self.settings.has_head else ()
 
     @property
     def prompt_template(self) -> str | None:
         """The prompt of training with ``{instruction}`` for the instruction; None for the chat template."""
-        if self.settings.format == "chat":
+        if self.asks_by_template:
             return None
         if self.settings.format == "none":
             return INSTRUCTION
@@ -278,7 +287,8 @@ class Language:
         client = None if path.name == COMMON else model.client
         truncation = stored.get("truncation")
         task, prompt = self.settings.task, self.prompt_template if self.settings.task == "causal" else None
-        card = CardModel(base, client, is_adapter, task, prompt, stored.get("rank"), truncation, whole)
+        rank, pad = stored.get("rank"), self.loaded.model.config.pad_token_id
+        card = CardModel(base, client, is_adapter, task, prompt, rank, truncation, whole, self.classes, pad)
         (path / "README.md").write_text(format_card(card, facts))
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
@@ -318,6 +328,11 @@ def load_with_texts(
     Without ``classes`` they are those that the texts have.
     """
     _check_task(texts, settings)
+    if hold_messages(texts) and settings.format not in ("auto", "chat"):
+        raise ConfigError(
+            f"language.format is {settings.format!r}, but the rows are lists of messages, which the chat template of the "
+            "tokenizer writes. Set it to 'chat', or leave it out."
+        )
     names = tuple(classes) or _classes(texts)
     settings = replace(settings, format=choose_format(texts, settings.format))
     made = load_language_model(settings, lora, key, names)

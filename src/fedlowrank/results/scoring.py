@@ -19,6 +19,7 @@ from ..core.learning.batch_losses import example_losses
 from ..core.learning.contrastive_losses import EVALUATION_BATCH, nearest_is_own
 from ..core.learning.losses import AUTO, Loss, class_axis
 from ..core.learning.preference_losses import difference_of_chosen
+from ..core.tree import wide_type
 from ..data.dataset import Examples
 from ..models.coupling import mixes_examples
 from ..training.local_data import CHUNK, channels_last, chunk_size, gather
@@ -314,7 +315,7 @@ def _each_loss(scores: Tensor, batch: Batch) -> Tensor:
         return example_losses(scores.clone(), replace(batch, y=y.clone()))
     if batch.loss != AUTO or y.ndim > 1 or scores.shape[1] >= FEW or len(y) < CHUNK:
         return example_losses(scores, batch)
-    by_class = scores.t().contiguous()
+    by_class = scores.to(wide_type(scores.dtype)).t().contiguous()
     return functional.cross_entropy(by_class.unsqueeze(0), y.unsqueeze(0), reduction="none").squeeze(0)
 
 

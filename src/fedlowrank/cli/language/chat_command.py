@@ -22,7 +22,7 @@ def chat(
     best: bool,
     allow_code: bool,
 ) -> int:
-    """Let a model of a run answer one question, or every line of the standard input."""
+    """Let a model of a run answer one question, or every line of the standard input, in the format of training."""
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1; it is {tokens}")
     if temperature is not None and not temperature > 0:
@@ -33,22 +33,21 @@ def chat(
         raise ConfigError("this run's models write no text; `fedlowrank report` has how good they are")
     tokenizer, write = language.loaded.tokenizer, prompt_of(language)
     sampling: dict[str, Any] = {} if temperature is None else {"method": "sample", "temperature": temperature}
-    # a chat template writes the special tokens itself
-    decoding = Decoding(tokens, special_tokens=not getattr(tokenizer, "chat_template", None), **sampling)
+    decoding = Decoding(tokens, **sampling)
     name = default_model(run) if model is None else model
     with language.live(params_of(run, name)) as module:
         conversation = ChatSession(
-            module, tokenizer, lambda text: write({"instruction": text, "input": ""}), decoding
+            module,
+            tokenizer,
+            lambda text: write({"instruction": text, "input": ""}),
+            decoding,
+            language.asks_by_template,
         )
         if prompt is not None:
             print(conversation.reply(prompt))
             return 0
         trained = language.settings.format
-        how = f"the format {trained!r}"
-        if conversation.has_template:
-            how = "its chat template" + (
-                "" if trained == "chat" else f" (it was trained in the format {trained!r})"
-            )
+        how = "its chat template" if conversation.has_template else f"the format {trained!r}, each alone"
         say(f"{run.method.title} after round {run.round}, model {name}, asked in {how}. Ctrl-D ends.")
         _answer_lines(conversation)
     return 0

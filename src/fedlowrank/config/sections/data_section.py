@@ -25,6 +25,9 @@ T = TypeVar("T")
 DEFAULT_SOURCE = "digits"
 """The source of a section that names none."""
 
+_TEST_FIELDS = ("test", "test_split", "test_share", "held_out_category")
+"""Fields of sources of texts that choose a test part."""
+
 
 @dataclass(frozen=True)
 class Preparation(CheckedFields):
@@ -104,6 +107,11 @@ class DataSettings:
         known = TEXT_SOURCES if language else SOURCES
         source = build_tagged(known, own, "data", DEFAULT_SOURCE, "source", sorted(shared))
         return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
+
+    @property
+    def names_test(self) -> bool:
+        """Whether fields of the source choose a test part."""
+        return any(getattr(self.source, name, None) for name in _TEST_FIELDS)
 
     def to_dict(self, short: bool) -> dict[str, Any]:
         """Print the table that :meth:`parse` reads, in short without the fields that are as by default."""

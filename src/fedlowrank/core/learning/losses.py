@@ -13,6 +13,8 @@ one batch the means equal those of ``torch.nn.functional`` with ``reduction="mea
 - ``dpo``, ``orpo``: over the pairs of responses; see :mod:`.preference_losses`.
 - ``contrastive``: over the pairs of texts of a batch; see :mod:`.contrastive_losses`.
 - a function of the user's own: over the examples.
+
+Of scores in half precision a loss is computed in float32; a function of the user's own gets them as they are.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from ..arguments.field_checks import CheckedFields
 from ..arguments.switch import Switch, check_switch
 from ..arguments.user_code import import_named
 from ..errors import ConfigError, LossError, did_you_mean
+from ..tree import wide_type
 from .preference_losses import PREFERENCE_LOSSES, dpo_losses, mix_preferences, orpo_losses
 
 IGNORE_INDEX = -100
@@ -206,7 +209,7 @@ class Loss(CheckedFields):
         if self.kind == "auto" and not _is_labels(y):
             return (scores - y).square().flatten(1).sum(1) / 2
         if self.kind == "auto" and y.ndim == 1:
-            return functional.cross_entropy(scores, y, reduction="none")
+            return functional.cross_entropy(_widen(scores), y, reduction="none")
         if not _is_labels(y):
             return self._of_real_targets(scores, y).flatten(1).mean(1)
         values = self._of_labels(scores, y)
@@ -245,6 +248,7 @@ class Loss(CheckedFields):
 
     def _of_labels(self, scores: Tensor, y: Tensor) -> Tensor:
         """The loss of each label, in the shape of the labels."""
+        scores = _widen(scores)
         by_class = scores.movedim(class_axis(scores), 1)
         weight = (
             None if self.class_weights is None else _constant(self.class_weights, scores.dtype, scores.device)
@@ -269,6 +273,7 @@ class Loss(CheckedFields):
 
     def _of_real_targets(self, scores: Tensor, y: Tensor) -> Tensor:
         """The loss of each entry of the targets."""
+        scores = _widen(scores)
         if self.kind == "mse":
             return (scores - y).square()
         if self.kind == "huber":
@@ -355,13 +360,18 @@ def _next_token(scores: Tensor, y: Tensor) -> Tensor:
     counts = targets != IGNORE_INDEX
     if finds_tokens(scores):
         text, place = counts.nonzero(as_tuple=True)
-        found = functional.cross_entropy(scores[text, place], targets[text, place], reduction="none")
+        found = functional.cross_entropy(_widen(scores[text, place]), targets[text, place], reduction="none")
         each = found.new_zeros(targets.shape).index_put((text, place), found)
     else:
         each = functional.cross_entropy(
-            scores[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
+            _widen(scores[:, :-1]).transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
         )
     return each.sum(1) / counts.sum(1).clamp(min=1)
+
+
+def _widen(scores: Tensor) -> Tensor:
+    """Scores of half precision in float32, of which losses are computed; others as they are."""
+    return scores.to(wide_type(scores.dtype))
 
 
 def finds_tokens(scores: Tensor) -> bool:

@@ -260,7 +260,9 @@ class _Optimizer(CheckedFields):
         """Sum of the learning rates of all local steps of a pass, of parameters outside every group."""
         if self.local_schedule.is_constant:
             return steps * self.learning_rate(round)
-        return self.learning_rate(round) * sum(self.local_schedule.scale(t, steps) for t in range(steps))
+        return self.learning_rate(round) * sum(
+            self.local_schedule.scale(t, steps, round) for t in range(steps)
+        )
 
     def _group(self, path: str) -> tuple[str | None, Group]:
         parts = path.split("/")[1:]

@@ -66,10 +66,11 @@ def _pair_rows(examples: Examples) -> Examples:
 def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     """Tokens of texts whose words have labels; see :func:`.tokens.tokenize`.
 
-    The first token of a word has its label. Other tokens of a word and special tokens have none (-100).
+    The first token of a word has its label. Other tokens of a word and special tokens have none (-100). Words have the
+    tokens that they have in running text: where a tokenizer would join them, a space is written before each.
 
     Raises:
-        ConfigError: if the tokenizer cannot tell which word a token is of.
+        ConfigError: if the tokenizer cannot tell which word a token is of, or joins words.
         DataError: if a text has another number of labels than words, or no token has a label.
     """
     if not getattr(tokenizer, "is_fast", False):
@@ -85,11 +86,19 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
             raise DataError(
                 f"{record.place} has {len(record.words)} words and {len(record.labels)} labels. Give one for each."
             )
+    space = _space_before_words(tokenizer)
+    if space:
+        notes.append(
+            "a space is written before each word, as in running text (what add_prefix_space = True does for tokenizers "
+            "that have it)"
+        )
     flat, classes = _labels(texts, [[label for r in part for label in r.labels] for part in parts])
     encoded, rows_of_labels = [], []
     for name, records, numbers in zip(("training", "test"), parts, flat, strict=False):
         where = f"{name} part of {texts.name!r}"
-        rows, truncated = _encode_truncated(tokenizer, [list(r.words) for r in records], context)
+        rows, truncated = _encode_truncated(
+            tokenizer, [[space + word for word in r.words] for r in records], context
+        )
         _note_truncated(where, truncated, len(records), context, notes)
         own, start = [], 0
         for i, record in enumerate(records):
@@ -110,6 +119,23 @@ def tokenize_words(texts: Texts, tokenizer: Any, context: int) -> Dataset:
     targets = [pad_rows(rows, width, IGNORE_INDEX)[0] for rows in rows_of_labels]
     examples = _examples(encoded, targets, pads)
     return _dataset(texts.name, examples, classes, parts, notes)
+
+
+def _space_before_words(tokenizer: Any) -> str:
+    """What to write before each word of a list, so that their tokens are those of the words in running text."""
+    for space in ("", " "):
+        words = [[f"{space}a", f"{space}b"]]
+        try:
+            found = tokenizer(words, is_split_into_words=True, add_special_tokens=False)["input_ids"][0]
+        except AssertionError:
+            # releases of transformers before 5 refuse lists of words without add_prefix_space
+            break
+        if list(found) == list(tokenizer(f"{space}a b", add_special_tokens=False)["input_ids"]):
+            return space
+    raise ConfigError(
+        "labels by word: the tokenizer joins the words of a list, so they have other tokens than in running text. Save one "
+        "with transformers.AutoTokenizer.from_pretrained(name, add_prefix_space=True)."
+    )
 
 
 def _dataset(

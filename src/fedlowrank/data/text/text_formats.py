@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from jinja2 import TemplateError
 
 from ...core.errors import ConfigError, did_you_mean
-from .text_records import Instruction, Texts
+from .text_records import Conversation, Instruction, Preference, Texts
 
 Format: TypeAlias = Literal["auto", "alpaca", "plain", "verbatim", "chat", "none"]
 
@@ -69,11 +69,17 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
 def choose_format(texts: Texts, format: Format) -> Format:
     """The format in which texts are written: the given one, or for ``auto`` that which their rows call for.
 
-    Conversations are always written by the chat template of the tokenizer.
+    Conversations, also those of preference pairs, are always written by the chat template of the tokenizer.
     """
-    if texts.kind == "conversations":
+    if hold_messages(texts):
         return "chat"
     return format if format != "auto" else texts.format or "auto"
+
+
+def hold_messages(texts: Texts) -> bool:
+    """Whether records are lists of messages, also those of preference pairs."""
+    first = texts.train[0]
+    return isinstance(first.chosen if isinstance(first, Preference) else first, Conversation)
 
 
 def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:

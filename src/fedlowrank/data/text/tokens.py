@@ -60,7 +60,7 @@ def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> 
     Instructions, for a causal language model: inputs ``input_ids`` and ``attention_mask``, int64 [n, T];
     labels int64 [n, T] with the token's own id where the loss counts and -100 elsewhere, not shifted. A
     sample is: a BOS, if the tokenizer adds one by itself (with format ``chat``: if the template writes one),
-    the prompt, the response, an EOS (with ``chat``: unless the template writes it). Prompt and response are
+    the prompt, the response, an EOS; neither of both where the text has it already. Prompt and response are
     tokenized separately and joined, so that the tokens of the prompt are those from which a model generates;
     the tokens of the whole text may differ at the boundary. With packing there are ``position_ids``, too.
 
@@ -215,6 +215,11 @@ def _make_samples(
                 "a model does not learn where to stop: check the chat template"
             )
 
+        if chat.unread_keys:
+            notes.append(
+                f"{where}: the chat template reads no {', '.join(map(repr, chat.unread_keys))} of the messages"
+            )
+
         def drop_turns(i: int) -> Sample:
             return chat.fit_turns(talks[i], settings.context, i)
 
@@ -256,8 +261,9 @@ def _draft_instructions(
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     drafts = []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        head = [*bos, *prompt]
-        has_end = settings.format == "chat" and response[-1:] == eos
+        # a text may have both special tokens already
+        has_begin, has_end = [*prompt, *response][:1] == bos, response[-1:] == eos
+        head = [*([] if has_begin else bos), *prompt]
         ids = [*head, *response, *([] if has_end else eos)]
         labels = ids.copy() if settings.loss_on == "all" else [IGNORE_INDEX] * len(head) + ids[len(head) :]
         place = f"{where}, record {i + 1}"

@@ -88,6 +88,8 @@ class CardModel:
         rank: of the adapter; None of a whole model.
         truncation: ``rank``, ``error`` and ``layers`` of what was truncated; None where nothing was.
         whole_layers: names of the layers that an adapter stores whole.
+        classes: names of the classes in the order of their numbers; empty without a head of classes.
+        pad_token: number of the token that pads, by which a decoder finds the last token of a text; None if unknown.
     """
 
     base: str
@@ -98,6 +100,8 @@ class CardModel:
     rank: int | None = None
     truncation: Mapping[str, Any] | None = None
     whole_layers: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    pad_token: int | None = None
 
 
 def lora_ranks_of_clients(run: Run, largest: int, own: int) -> list[int]:
@@ -227,13 +231,24 @@ def _front_matter(model: CardModel, tags: Sequence[str]) -> str:
 
 
 def _format_use(model: CardModel) -> str:
-    auto = _PIPELINES[model.task][1]
+    auto, name = _PIPELINES[model.task][1], json.dumps(model.base, ensure_ascii=False)
     if not model.is_adapter:
         code = f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
-    else:
+    elif not model.classes:
         code = (
             f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
-            f"base = {auto}.from_pretrained({json.dumps(model.base, ensure_ascii=False)})\n"
+            f"base = {auto}.from_pretrained({name})\n"
+            'model = PeftModel.from_pretrained(base, "FOLDER")'
+        )
+    else:
+        pad = "" if model.pad_token is None else f"    pad_token_id={model.pad_token},\n"
+        code = (
+            f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
+            f"classes = {json.dumps(model.classes, ensure_ascii=False)}\n"
+            f"base = {auto}.from_pretrained(\n    {name},\n    num_labels=len(classes),\n"
+            "    id2label=dict(enumerate(classes)),\n"
+            "    label2id={name: i for i, name in enumerate(classes)},\n"
+            f"{pad}    ignore_mismatched_sizes=True,  # the adapter has the head\n)\n"
             'model = PeftModel.from_pretrained(base, "FOLDER")'
         )
     return f"```python\n{code}\n```"

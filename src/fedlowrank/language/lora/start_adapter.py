@@ -22,8 +22,10 @@ from .peft_config import REFUSED_SETTINGS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-_TAKEN = ("r", "rank_pattern", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
-"""Fields that the section ``[lora]`` takes from the folder unless it sets them."""
+_TAKEN = ("r", "rank_pattern", "use_rslora", "lora_dropout", "modules_to_save")
+_SCALE = ("lora_alpha", "alpha_pattern")
+_LAYERS = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules")
+"""Fields that the section ``[lora]`` takes from the folder unless it sets them: α goes with the rank, and layers together."""
 
 
 def read_start_config(folder: Path) -> dict[str, Any]:
@@ -78,8 +80,10 @@ def fields_with_start(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]
         stored["rank_pattern"] = {n: r for n, r in pattern.items() if r > stored["r"]}
     else:
         stored.pop("rank_pattern", None)
-    # α goes with the rank, for the scale is their quotient
-    taken = [n for n in _TAKEN if n in stored and not (n == "lora_alpha" and "r" in fields)]
+    # the scale is the quotient of α and the rank
+    taken = [*_TAKEN, *(() if "r" in fields else _SCALE)]
+    taken += () if "target_modules" in fields else _LAYERS
+    taken = [n for n in taken if stored.get(n) is not None]
     return {n: stored[n] for n in taken} | dict(fields)
 
 

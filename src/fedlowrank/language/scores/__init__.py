@@ -6,7 +6,7 @@ used.
 
 from .generate import Decoding, complete_prompts
 from .harness import HarnessTask
-from .score import Render, Score, ScoreTask
+from .score import PromptFormat, Render, Score, ScoreTask
 from .tasks import TASKS, DollyTask, PerplexityTask
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "DollyTask",
     "HarnessTask",
     "PerplexityTask",
+    "PromptFormat",
     "Render",
     "Score",
     "ScoreTask",

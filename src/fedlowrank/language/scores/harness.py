@@ -6,7 +6,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from ...core.errors import ConfigError, DataError, did_you_mean
 from ...data.text.table import read_file
 from ..optional import import_library
 from .generate import Decoding, complete_prompts, evaluating
-from .score import Render, Score
+from .score import Render, Score, adds_special_tokens
 
 _INSTALL = "'fedlowrank[harness]'"
 _AT_LEAST_ONE = ("limit", "batch_size", "max_new_tokens", "prompt_tokens")
@@ -93,12 +93,14 @@ class HarnessTask(CheckedFields):
             import_library(name, "this score", _INSTALL) for name in ("lm_eval", "lm_eval.models.huggingface")
         )
         used: dict[str, None] = {}
+        special = self.special_tokens and (self.prompting == "plain" or adds_special_tokens(format))
 
         def generate(requests: Sequence[Any]) -> list[str]:
             texts = [""] * len(requests)
             rows: dict[Decoding, list[int]] = {}
             for i, request in enumerate(requests):
-                rows.setdefault(self._decoding(request.args[1]), []).append(i)
+                decoding = replace(self._decoding(request.args[1]), special_tokens=special)
+                rows.setdefault(decoding, []).append(i)
             for decoding, own in rows.items():
                 used[decoding.describe()] = None
                 prompts = [requests[i].args[0] for i in own]
@@ -116,7 +118,13 @@ class HarnessTask(CheckedFields):
         with evaluating(model), _global_generators_kept():
             manager, tasks = self._load()
             try:
-                lm = wrapper.HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=self.batch_size)
+                lm = wrapper.HFLM(
+                    model,
+                    backend="causal",
+                    tokenizer=tokenizer,
+                    batch_size=self.batch_size,
+                    add_bos_token=None if special else False,
+                )
                 lm.generate_until, lm.apply_chat_template = generate, write_prompt
                 found = library.simple_evaluate(
                     model=lm,
@@ -205,7 +213,6 @@ class HarnessTask(CheckedFields):
             batch_size=self.batch_size,
             stop=tuple(text for text in stop if text),
             prompt_tokens=self.prompt_tokens,
-            special_tokens=self.special_tokens,
         )
 
     def _summarize(self, found: Mapping[str, Any], decoding: str) -> Score:

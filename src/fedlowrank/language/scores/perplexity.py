@@ -45,11 +45,11 @@ def tokenize_texts(
     texts: Sequence[str],
     context: int | None = None,
     end: bool = False,
+    special_tokens: bool = True,
 ) -> list[TokenRow]:
     """Tokens of texts that follow prompts.
 
-    Prompt and text are tokenized apart and joined, so that no token lies in both. The tokenizer adds its
-    special tokens before the prompt only.
+    Prompt and text are tokenized apart and joined, so that no token lies in both.
 
     Args:
         tokenizer: of transformers.
@@ -57,6 +57,7 @@ def tokenize_texts(
         texts: one for each prompt.
         context: rows are cut on the right to so many tokens.
         end: whether the end token is appended, and counts.
+        special_tokens: whether the tokenizer adds its special tokens, before the prompt only.
 
     Raises:
         ConfigError: if an end token is asked for and the tokenizer has none.
@@ -66,9 +67,9 @@ def tokenize_texts(
         raise ConfigError("the tokenizer has no end token that could count; set end to false")
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):
-        before = encode_prompt(tokenizer, prompt)
+        before = encode_prompt(tokenizer, prompt, special_tokens)
         # some tokenizers close every text; the text goes on after this one
-        if before and before[-1] == eos:
+        if special_tokens and before and before[-1] == eos:
             before.pop()
         after = list(tokenizer(text, add_special_tokens=False)["input_ids"]) + ([eos] if end else [])
         rows.append(TokenRow((before + after)[:context], len(before)))

@@ -6,11 +6,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Render = Callable[[Mapping[str, str]], str]
-"""The prompt of an instruction record with ``instruction`` and ``input`` (may be empty).
 
-It should be the format of training.
-"""
+@dataclass(frozen=True)
+class PromptFormat:
+    """How prompts are written and tokenized: as in training.
+
+    Attributes:
+        write: makes the prompt of a record with ``instruction`` and ``input`` (may be empty).
+        special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to it. False for a chat
+            template, which writes those that it has.
+    """
+
+    write: Callable[[Mapping[str, str]], str]
+    special_tokens: bool = True
+
+    def __call__(self, record: Mapping[str, str]) -> str:
+        """The prompt of a record."""
+        return self.write(record)
+
+
+Render = Callable[[Mapping[str, str]], str]
+"""The prompt of an instruction record with ``instruction`` and ``input``; a :class:`PromptFormat`, or a function."""
+
+
+def adds_special_tokens(format: Render) -> bool:
+    """Whether the tokenizer adds its special tokens to the prompts of a format; to those of a plain function it does."""
+    return not isinstance(format, PromptFormat) or format.special_tokens
 
 
 @dataclass(frozen=True)

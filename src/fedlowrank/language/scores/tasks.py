@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.arguments.bounds import check_bounds
@@ -13,7 +13,7 @@ from ...data.text.table import read_file
 from . import perplexity, rouge
 from .generate import Decoding, complete_prompts
 from .harness import HarnessTask
-from .score import Render, Score
+from .score import Render, Score, adds_special_tokens
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,12 @@ class DollyTask(CheckedFields):
             records = [r for r in records if r["category"] == self.category]
         records = records[: self.limit]
         prompts = [format({"instruction": r["instruction"], "input": r["context"]}) for r in records]
-        completions = [text.strip() for text in complete_prompts(model, tokenizer, prompts, self.decoding)]
+        special = self.decoding.special_tokens and adds_special_tokens(format)
+        decoding = replace(self.decoding, special_tokens=special)
+        completions = [text.strip() for text in complete_prompts(model, tokenizer, prompts, decoding)]
         value = rouge.rouge_l(completions, [r["response"] for r in records], self.stemmer)
         details = {"metric": "Rouge-L F", "stemmer": self.stemmer, "category": self.category}
-        return Score("dolly", value, len(records), self.decoding.describe(), details)
+        return Score("dolly", value, len(records), decoding.describe(), details)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class PerplexityTask(CheckedFields):
                 format({"instruction": r[self.instruction], "input": given})
                 for r, given in zip(records, inputs, strict=True)
             ]
-        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, self.end)
+        special = self.instruction is None or adds_special_tokens(format)
+        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, self.end, special)
         found = perplexity.measure_likelihood(model, rows, self.batch_size)
         how = "nothing generated: each token given all before it"
         how += "" if self.context is None else f", rows cut to {self.context} tokens"

@@ -89,8 +89,25 @@ _ELSEWHERE = {
         ),
         "the section [data]",
     ),
+    "dataloader_drop_last": "drop_last of the method",
+    "model_init_kwargs": "the section [language] (dtype, attention, quantize)",
+    **dict.fromkeys(("load_best_model_at_end", "greater_is_better"), "`fedlowrank adapters --best`"),
+    **dict.fromkeys(
+        (
+            *("output_dir", "resume_from_checkpoint", "save_strategy", "save_steps", "save_total_limit"),
+            *("save_only_model", "restore_callback_states_from_checkpoint"),
+        ),
+        "run.checkpoint_every, and run.adapters,",
+    ),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
+        "the section [export]",
+    ),
 }
 """Fields of ``trl.SFTConfig`` that the method or the experiment sets, by the setting that counts."""
+
+_OF_TRAINERS = (ValueError, TypeError, ImportError, AttributeError, LookupError, NotImplementedError)
+"""What trainers raise for settings that do not fit the model, the machine or each other."""
 
 
 @dataclass(frozen=True)
@@ -329,6 +346,12 @@ class TrlTrainer:
             )
         return at_start
 
+    def _explain(self, error: Exception) -> str:
+        """An error of a trainer, with the settings that may be its reason."""
+        given = ", ".join(sorted(self.arguments))
+        hint = f" Leave out what this machine or model does not have of language.trainer_args ({given})."
+        return f"{type(error).__name__}: {error}" + (hint if given else "")
+
     def _compare_trainers(self, made: Any, given: TrainingPass, loss: float) -> None:
         """Compare the loss of the first batch by TRL's trainer, at the start, with that of the experiment."""
         module = given.model
@@ -430,8 +453,8 @@ class TrlTrainer:
         where = f"language.trainer = {self.name!r}, {given.client.title}, round {given.round}"
         try:
             made = self.factory(given)
-        except (ValueError, TypeError, ImportError) as error:
-            raise TaskError(f"{where}: the trainer cannot be made: {error}") from error
+        except _OF_TRAINERS as error:
+            raise TaskError(f"{where}: the trainer cannot be made: {self._explain(error)}") from error
         for p, t in zip(parameters, starts, strict=True):
             if p.dtype != t.dtype:
                 # TRL rounds the factors of a quantized base; no step was taken yet
@@ -446,7 +469,10 @@ class TrlTrainer:
             self._compare_trainers(made, given, loss)
         # without a progress bar it prints what it logs
         made.remove_callback(import_library("transformers", "language.trainer").PrinterCallback)
-        result = made.train()
+        try:
+            result = made.train()
+        except _OF_TRAINERS as error:
+            raise TaskError(f"{where}: the trainer stopped: {self._explain(error)}") from error
         if result.global_step != len(given.batches):
             raise TaskError(
                 f"{where}: the trainer took {result.global_step} steps and the pass has {len(given.batches)}. Give it "

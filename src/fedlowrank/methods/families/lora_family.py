@@ -351,9 +351,9 @@ def train_leaves(
     end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
-    if any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))) and not _any_changed(
-        lora_of(model), start, end
-    ):
+    trains = any(lr for path, lr in rates if path.startswith(("/a/", "/b/")))
+    trains = trains and not optimizer.local_schedule.is_over(view.round)
+    if trains and not _any_changed(lora_of(model), start, end):
         raise TaskError(
             f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "
             "reaches them; is the adapted layer used in the forward pass, and is the adapter active?"

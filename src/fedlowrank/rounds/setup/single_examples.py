@@ -1,4 +1,4 @@
-"""Steps that see a single example, which a batch normalization cannot normalize: found before a run begins."""
+"""Steps that see a single example, of which a batch normalization or a contrastive loss makes nothing: found before a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ...core.contract.method import AnyMethod, Pass
-from ...core.errors import SingleValueError
+from ...core.errors import ConfigError, DataError, SingleValueError
 from ...data.federation import Federation
 from ...models.architecture import Architecture
 
@@ -19,6 +19,8 @@ def check_single_examples(
 ) -> None:
     """Raise SingleValueError if a client's batch normalization would see one example alone.
 
+    Of a loss that compares the examples of a batch, it is an error if a client has no batch of two.
+
     It is asked before the first round, for all clients: one that is not drawn in the first rounds may be later,
     and every client is evaluated.
 
@@ -26,7 +28,14 @@ def check_single_examples(
         method: says the passes over local data.
         federation: the clients, with their data.
         never_train: identifiers of clients that are evaluated only.
+
+    Raises:
+        ConfigError: of such a loss, if the batch size is 1.
+        DataError: of such a loss, if a client has a single example to compare.
+        SingleValueError: of a batch normalization.
     """
+    if federation.loss.couples:
+        _check_batches_of_pairs(method, federation, never_train)
     layers = {name: _layer(model) for name, model in federation.architectures.items()}
     if not any(layers.values()):
         return
@@ -63,6 +72,24 @@ def check_single_examples(
             f"(pass {name!r}){more}",
             _advice(method, passes.values(), size, trained.values()),
         )
+
+
+def _check_batches_of_pairs(method: AnyMethod, federation: Federation, never_train: Collection[int]) -> None:
+    """Refuse passes in which a pair never meets another one: their loss is 0 whatever the model."""
+    loss = federation.loss.kind
+    for sweep in method.local_passes().values():
+        if sweep.batch_size == 1:
+            raise ConfigError(
+                f"batch_size = 1: loss {loss!r} compares each pair with the others of its batch. Set batch_size to at least 2, "
+                f"for {method.title}; more pairs are more negatives."
+            )
+        for info, own in zip(federation.infos, federation.clients, strict=True):
+            n = len(own.train)
+            if n and info.id not in never_train and sweep.examples_of(n) == 1:
+                raise DataError(
+                    f"{info.title} trains on 1 of {n} pairs, and loss {loss!r} compares each pair with the others of its batch. "
+                    "Give every client more pairs to train on (partition.min_size, split.train), or leave that client out."
+                )
 
 
 def _layer(model: Architecture) -> str | None:

@@ -27,7 +27,8 @@ def read_messages(value: object, place: str, column: str) -> tuple[ChatMessage, 
     """The turns of a row in the form of OpenAI or of ShareGPT.
 
     Values that are null are left out, because Arrow files fill in every key that some row has. A content that
-    is null, as beside ``tool_calls``, is empty text. Parts of type ``text`` are joined.
+    is null, as beside ``tool_calls``, is empty text. Parts of type ``text`` are joined. Other keys stay, for the chat
+    template; ``weight`` and ``train`` say whether a turn is learnt (:func:`is_learnt`).
 
     Args:
         value: a list of ``{"role": ..., "content": ...}``, or of ``{"from": ..., "value": ...}``.
@@ -35,7 +36,7 @@ def read_messages(value: object, place: str, column: str) -> tuple[ChatMessage, 
         column: where the value is from, for messages.
 
     Raises:
-        DataError: if a turn has no role, a role of ShareGPT is unknown, or a content is no text.
+        DataError: if a turn has no role, a role of ShareGPT is unknown, a content is no text, or a mark is none.
     """
     where = f"{place}: {column!r}"
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
@@ -65,6 +66,11 @@ def read_tools(value: object, place: str) -> tuple[Any, ...]:
     if isinstance(found, str) or not isinstance(found, Sequence):
         raise DataError(f"{place}: 'tools' must be a list of JSON schemas, not {_shorten(found)}.")
     return tuple(_without_nulls(tool) for tool in found)
+
+
+def is_learnt(message: ChatMessage) -> bool:
+    """Whether a turn of the assistant is to be learnt: its ``weight`` (OpenAI) is not 0, nor its ``train`` (Axolotl) false."""
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
 def merge_system(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:
@@ -106,7 +112,8 @@ def _read_message(message: object, where: str) -> ChatMessage:
         role, content = found["role"], found.get("content", "")
         rest = {key: value for key, value in found.items() if key not in ("role", "content")}
     elif "from" in found:
-        speaker, content, rest = found["from"], found.get("value", ""), {}
+        speaker, content = found["from"], found.get("value", "")
+        rest = {key: value for key, value in found.items() if key not in ("from", "value")}
         if speaker not in SHAREGPT_ROLES:
             raise DataError(
                 f"{where} is from {speaker!r}, which is none of {', '.join(SHAREGPT_ROLES)}. Rename it, or "
@@ -118,7 +125,19 @@ def _read_message(message: object, where: str) -> ChatMessage:
         raise DataError(f"{where} has no 'role' (or 'from'); it has {keys}.")
     if not isinstance(role, str):
         raise DataError(f"{where}: 'role' must be text, not {_shorten(role)}.")
+    _check_marks(role, rest, where)
     return {"role": role, "content": _read_content(content, where), **rest}
+
+
+def _check_marks(role: str, keys: Mapping[str, Any], where: str) -> None:
+    """Refuse marks of what is learnt that are neither yes nor no, or mark a turn that is never learnt."""
+    weight, train = keys.get("weight", 1), keys.get("train", False)
+    if weight not in (0, 1):
+        raise DataError(f"{where}: 'weight' is {_shorten(weight)}; it is 1 for a turn to learn, or 0.")
+    if not isinstance(train, bool):
+        raise DataError(f"{where}: 'train' is {_shorten(train)}; it is true for a turn to learn, or false.")
+    if train and role != "assistant":
+        raise DataError(f"{where} has 'train': true, but turns of the {role} are not learnt. Drop the key.")
 
 
 def _read_content(content: object, where: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -14,13 +15,19 @@ from ....core.errors import ConfigError, DataError
 from ....core.learning.losses import IGNORE_INDEX
 from ..packing import Sample
 from ..text_records import ChatMessage, Conversation
-from .chat_messages import drop_oldest_exchange, merge_system
+from .chat_messages import drop_oldest_exchange, is_learnt, merge_system
 
 LossOn: TypeAlias = Literal["response", "assistant", "last", "all"]
 SystemRole: TypeAlias = Literal["template", "merge"]
 Span = tuple[int, int]
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_WRITTEN_KEYS = ("role", "content", "tool_calls", "weight", "train")
+"""Keys of messages that are checked, or that say what is learnt."""
+
+_TRIED = 20
+"""At most so many conversations are written without a key, to find out whether the template reads it."""
 
 # What templates raise: their own errors, and those of Python's operations on values that they do not expect.
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -44,7 +51,8 @@ class ChatTemplate:
     Args:
         tokenizer: a fast tokenizer of ``transformers`` with a chat template.
         loss_on: ``response`` or ``assistant``: all turns of the assistant; ``last``: its last turn alone;
-            ``all``: every token.
+            ``all``: every token. But for ``all``, turns that their row marks as not learnt are left out
+            (:func:`.chat_messages.is_learnt`).
         system: ``template``: the system's turn is written by the template; ``merge``: its text is put before
             the first user's.
 
@@ -67,6 +75,8 @@ class ChatTemplate:
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
         self._ends = tuple(sorted({*added, *tokenizer.all_special_tokens}))
         self._special = frozenset(tokenizer.convert_tokens_to_ids(list(self._ends)))
+        self._read_keys: set[str] = set()
+        self._tried_keys: Counter[str] = Counter()
         self._title = f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__!r}"
 
     def sample(self, conversation: Conversation, record: int = 0) -> Sample:
@@ -87,17 +97,26 @@ class ChatTemplate:
             conversation = replace(conversation, messages=messages, learn_from=start)
         text = self._render(conversation)
         self._check_turns_are_written(conversation, text)
+        self._try_keys(conversation, text)
         encoded = self._encode(text)
         if self._loss_on == "all":
+            if not all(map(is_learnt, conversation.messages)):
+                raise DataError(
+                    f"{conversation.place}: a turn is marked as not learnt ('weight': 0 or 'train': false), and loss_on = 'all' "
+                    "learns every token. Set loss_on to 'assistant'."
+                )
             return Sample(encoded.ids, encoded.ids.copy(), record)
         spans = self._marked_spans(conversation)
         if spans is None:
             spans = self._spans_after_prompts(conversation, text, encoded)
-        if self._loss_on == "last":
-            spans = spans[-1:]
         learnt = [any(_overlaps(token, span) for span in spans) for token in encoded.offsets]
         labels = [token if own else IGNORE_INDEX for token, own in zip(encoded.ids, learnt, strict=True)]
         return Sample(encoded.ids, labels, record)
+
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of messages so far that changed nothing of what the template writes."""
+        return sorted(self._tried_keys.keys() - self._read_keys)
 
     def has_end(self, sample: Sample) -> bool:
         """Whether the last token to learn is a special one, by which a model learns to stop."""
@@ -148,17 +167,56 @@ class ChatTemplate:
         return True
 
     def _check_turns_are_written(self, conversation: Conversation, text: str) -> None:
-        """Reject a template that leaves the text of a system or user out."""
-        for number, message in enumerate(conversation.messages, 1):
-            role = message["role"]
-            if role in ("system", "user") and message["content"].strip() not in text:
-                hint = "Use another template."
+        """Reject a template that leaves out a text, calls of tools, or the tools."""
+        where = f"{conversation.place}: {self._title} leaves out"
+        for k, message in enumerate(conversation.messages):
+            role, hint = message["role"], "Use another template."
+            is_here = message["content"].strip() in text
+            if role in ("system", "user") and not is_here:
                 if role == "system":
                     hint = "Set system = 'merge' to put it before the first user's text, or use another template."
+                raise DataError(f"{where} or changes turn {k + 1}, of the {role}. {hint}")
+            # a template may change what an assistant or a tool says, such as its thoughts; an answer often repeats a tool's
+            is_here = not message["content"].strip() or (is_here and role != "tool")
+            if not is_here and self._is_unread(conversation, text, "content", k):
+                raise DataError(f"{where} the text of turn {k + 1}, of the {role}. {hint}")
+            if message.get("tool_calls") and self._is_unread(conversation, text, "tool_calls", k):
                 raise DataError(
-                    f"{conversation.place}: {self._title} leaves out or changes turn {number}, of the {role}. "
-                    f"{hint}"
+                    f"{where} the calls of tools of turn {k + 1}, so that a model would learn an answer without them. Use a "
+                    "template that writes them, or leave these rows out."
                 )
+        if conversation.tools and self._is_same(replace(conversation, tools=()), text):
+            raise DataError(
+                f"{where} the tools. Use a template that writes them, or leave the column 'tools' out."
+            )
+
+    def _try_keys(self, conversation: Conversation, text: str) -> None:
+        """Find out which further keys of messages the template reads."""
+        found = {key for message in conversation.messages for key in message}
+        for key in found - self._read_keys - set(_WRITTEN_KEYS):
+            if self._tried_keys[key] < _TRIED:
+                self._tried_keys[key] += 1
+                if not self._is_unread(conversation, text, key):
+                    self._read_keys.add(key)
+
+    def _is_unread(self, conversation: Conversation, text: str, key: str, turn: int | None = None) -> bool:
+        """Whether the text is the same without a key in one turn, or in all; of a content, with an empty one."""
+        without = {"content": ""} if key == "content" else {}
+        messages = tuple(
+            {name: value for name, value in message.items() if name != key} | without
+            if turn in (None, k)
+            else message
+            for k, message in enumerate(conversation.messages)
+        )
+        return self._is_same(replace(conversation, messages=messages), text)
+
+    def _is_same(self, conversation: Conversation, text: str) -> bool:
+        """Whether the template writes a conversation as this text."""
+        try:
+            return str(self._apply([dict(m) for m in conversation.messages], conversation, False)) == text
+        except _RENDER_ERRORS:
+            # it misses what was left out
+            return False
 
     def _encode(self, text: str) -> _Encoded:
         # the template writes the special tokens itself
@@ -189,21 +247,28 @@ class ChatTemplate:
             **self._tokenizer.special_tokens_map,
         )
         spans: list[Span] = [(a, b) for a, b in found[0]]
-        turns = _assistant_turns(conversation.messages)
-        if conversation.learn_from == 0:
+        turns, chosen = _assistant_turns(conversation.messages), self._choose_turns(conversation)
+        if self._loss_on == "last" and chosen == turns[-1:]:
+            return spans[-1:]
+        if chosen == turns:
             return spans
         if len(spans) != len(turns):
             raise DataError(
                 f"{conversation.place}: {self._title} marks {len(spans)} places for {len(turns)} turns of the "
-                "assistant, so it is unclear which of them belong to the prompt. Use another template."
+                "assistant, so it is unclear which of them are learnt. Use another template."
             )
-        return [span for span, k in zip(spans, turns, strict=True) if k >= conversation.learn_from]
+        return [span for span, k in zip(spans, turns, strict=True) if k in chosen]
+
+    def _choose_turns(self, conversation: Conversation) -> list[int]:
+        """The turns of the assistant to learn."""
+        turns = [k for k in _assistant_turns(conversation.messages) if k >= conversation.learn_from]
+        turns = turns[-1:] if self._loss_on == "last" else turns
+        return [k for k in turns if is_learnt(conversation.messages[k])]
 
     def _spans_after_prompts(self, conversation: Conversation, text: str, encoded: _Encoded) -> list[Span]:
         """Characters that follow the prompt for generation, of each turn of the assistant to learn."""
         messages, spans = conversation.messages, []
-        turns = [k for k in _assistant_turns(messages) if k >= conversation.learn_from]
-        for k in turns[-1:] if self._loss_on == "last" else turns:
+        for k in self._choose_turns(conversation):
             where = f"{conversation.place}, turn {k + 1}"
             if k == 0:
                 raise DataError(

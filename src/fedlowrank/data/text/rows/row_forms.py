@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ....core.errors import DataError
-from ..chat.chat_messages import is_message_list, read_messages, read_tools
+from ..chat.chat_messages import is_learnt, is_message_list, read_messages, read_tools
 from ..table import Table
 from ..text_records import (
     ChatMessage,
@@ -170,7 +170,7 @@ def _conversation(
     client: str | None,
 ) -> Conversation:
     place = table.place(i)
-    if not any(message["role"] == "assistant" for message in messages[learn_from:]):
+    if not any(message["role"] == "assistant" and is_learnt(message) for message in messages[learn_from:]):
         raise DataError(f"{place} has no turn of the assistant to learn. Drop the row.")
     tools = read_tools(table.rows[i].get("tools"), place)
     return Conversation(messages, tools, learn_from, category, client, place)
@@ -239,9 +239,8 @@ def _read_preference(table: Table, i: int, category: str | None, client: str | N
         raise DataError(
             f"{place}: 'chosen' and 'rejected' must both be text, or both be lists of messages. Rewrite one."
         )
-    # of a prompt as text beside lists of messages, these begin with the prompt
     if is_message_list(chosen) and not is_message_list(prompt):
-        prompt, chosen, rejected = _common_turns(chosen, rejected, place)
+        prompt, chosen, rejected = _prompt_of_lists(prompt, chosen, rejected, place)
     if prompt is None:
         raise DataError(
             f"{place} has no 'prompt', and 'chosen' and 'rejected' are text. Add a column 'prompt', or write "
@@ -254,11 +253,16 @@ def _read_preference(table: Table, i: int, category: str | None, client: str | N
     return Preference(pair[0], pair[1], category, client)
 
 
-def _common_turns(
-    chosen: Any, rejected: Any, place: str
-) -> tuple[list[ChatMessage], list[ChatMessage], list[ChatMessage]]:
-    """The turns with which both lists begin, and what follows them in each."""
+def _prompt_of_lists(
+    prompt: Any, chosen: Any, rejected: Any, place: str
+) -> tuple[Sequence[ChatMessage], Sequence[ChatMessage], Sequence[ChatMessage]]:
+    """The turns of the prompt, and what follows them in two lists of messages.
+
+    The prompt is what both lists begin with; a prompt as text before lists of answers alone is a turn of the user.
+    """
     first, second = read_messages(chosen, place, "chosen"), read_messages(rejected, place, "rejected")
+    if isinstance(prompt, str) and prompt and first[0]["role"] == "assistant" == second[0]["role"]:
+        return [{"role": "user", "content": prompt}], first, second
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     common = [turn for turn, _ in pairs]
     if not common or len(common) in (len(first), len(second)):
@@ -267,7 +271,7 @@ def _common_turns(
             f"{place}: 'chosen' and 'rejected' {what}, so there is no pair of responses to one prompt. Drop the "
             "row, or add a column 'prompt'."
         )
-    return common, list(first[len(common) :]), list(second[len(common) :])
+    return common, first[len(common) :], second[len(common) :]
 
 
 def _read_pair(table: Table, i: int, category: str | None, client: str | None) -> TextPair:

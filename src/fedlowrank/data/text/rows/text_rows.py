@@ -83,7 +83,7 @@ class TextRows(CheckedFields):
         if self.client_by_file and self.test is not None:
             raise ConfigError(
                 "with client_by_file each client's test part comes from its own file. Leave test out, and set "
-                "test_share or the section [split]."
+                "the section [split]; or set test_share, to test all clients on a share of all rows."
             )
         if not self.path:
             raise ConfigError("path is an empty list; name at least one file.")
