@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from report_runs import cells, findings_of, members, regression_of, rounds_of, rows_of, text_of
+from report_runs import cells, draw, findings_of, members, regression_of, rounds_of, rows_of, text_of
 from scipy import stats
 
 from fedlowrank.report import comparison
+from fedlowrank.report.figures.comparison_figures import plot_results
 from fedlowrank.report.statistics.groups import group_runs
 from fedlowrank.report.statistics.significance import compare_over_clients, correct_holm
 from fedlowrank.report.tables.comparison_tables import comparison_markdown
@@ -92,6 +93,9 @@ class TestDivergence:
         assert (b["not_worse"], a["not_worse"], a["p_best_holm"]) == (1, None, None)
         results = {row[0]: row[1] for row in table.summary.rows}
         assert results["a"].endswith("(1 client diverged)")
+        picture = draw(plot_results, *runs)
+        assert [text.get_text() for text in picture.figure.axes[0].get_yticklabels()] == ["b", "a"]
+        assert "Last: a, 1 client diverged." in picture.caption
         assert "diverged" not in results["b"]
 
     def test_a_round_at_which_a_client_diverged_is_not_the_best(self, make_run):

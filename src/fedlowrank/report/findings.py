@@ -180,7 +180,8 @@ def _describe_test(family: Family) -> str:
     whole = [group for group, result in family.ranked if not result.diverged]
     untested = [one for one in family.others if one.group in whole and not (one.is_worse or one.is_open)]
     if untested:
-        few = "has no seed with the same clients as the best, or only one client"
+        verb = "has" if len(untested) == 1 else "have"
+        few = f"{verb} no seed with the same clients as the best, or only one client"
         found.append(f"Not tested: {_list(untested, family)}, which {few}.")
     return " ".join(found)
 

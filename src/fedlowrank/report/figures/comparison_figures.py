@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from ...core.io.text import on_one_line
 from ..statistics.groups import RunGroup, measure_of, with_token_names
 from ..statistics.measures import ACCURACY, LOSS, Measure
-from ..statistics.run_statistics import Estimate, estimate, format_estimate
+from ..statistics.run_statistics import Estimate, estimate, format_estimate, result_place
 from ..statistics.setting_names import last_part, value_text
 from ..tables.number_formats import format_si
 from . import chart
@@ -63,7 +63,7 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
     """Final result of each method with its 95 % interval over seeds, the best on top, seeds as dots."""
     measure = measure_of(groups)
     found = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    found.sort(key=lambda pair: measure.cost(pair[1].mean))
+    found.sort(key=lambda pair: result_place(measure, pair[1]))
     if not found:
         return None
     figure, axes = new_figure(0.7 + 0.25 * len(found), 3.7)
@@ -99,7 +99,10 @@ def plot_results(groups: Sequence[RunGroup], styles: Styles) -> Picture | None:
             if all(result.n == 1 for _, result in found)
             else "; line: 95 % interval of the mean over seeds, cut to possible values; light dots: seeds."
         )
-        + chart.note_modes(group for group, result in found if result.modes),
+        + chart.note_modes(group for group, result in found if result.modes)
+        + "".join(
+            f" Last: {group.short}, {result.diverged} diverged." for group, result in found if result.diverged
+        ),
         tips=tuple(
             Tip(
                 axes,

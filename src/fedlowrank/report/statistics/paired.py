@@ -12,7 +12,7 @@ import pandas as pd
 from ...results.records import RunRecord
 from .groups import RunGroup
 from .measures import Measure
-from .run_statistics import Estimate, RunStatistics
+from .run_statistics import Estimate, RunStatistics, result_place
 from .significance import ALPHA, Difference, compare_over_clients, compare_over_seeds, correct_holm
 
 
@@ -83,8 +83,7 @@ def compare_with_best(experiment: str, text: str, measure: Measure, groups: Sequ
         groups: those to compare.
     """
     results = [(group, result) for group in groups if (result := group.final(measure=measure))]
-    # a mean without what diverged may look better than it is
-    ranked = tuple(sorted(results, key=lambda pair: (bool(pair[1].diverged), measure.cost(pair[1].mean))))
+    ranked = tuple(sorted(results, key=lambda pair: result_place(measure, pair[1])))
     gaps = [
         None if result.diverged else _difference(group, ranked[0][0], measure) for group, result in ranked[1:]
     ]

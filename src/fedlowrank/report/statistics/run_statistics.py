@@ -50,6 +50,14 @@ def format_estimate(measure: Measure, value: Estimate) -> str:
     return f"{text} ({value.diverged} diverged)" if value.diverged else text
 
 
+def result_place(measure: Measure, value: Estimate) -> tuple[bool, float]:
+    """A sort key that puts the best result first, and last those of which anything diverged.
+
+    A mean of what is left may look better than it is.
+    """
+    return bool(value.diverged), measure.cost(value.mean)
+
+
 def format_modes(measure: Measure, modes: Modes) -> str:
     """How many seeds succeed, and their worst result without its unit, such as ``4 of 5 ≥ 92.50``."""
     sign = "≤" if measure.is_loss else "≥"
