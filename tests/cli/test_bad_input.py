@@ -379,7 +379,7 @@ def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
         assert part in found
     folder = Path("runs/small/fedavg-s0")
     record = RunRecord.load(folder)
-    assert record.status["state"] == "stopped"
+    assert record.status["state"] == "diverged"
     assert "not finite" in record.status["message"]
     assert checkpoint.load(folder / "checkpoint").round == len(record.rounds) - 1
     # resuming comes to the same end, and not to a worse one

@@ -131,7 +131,7 @@ def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any
         (path.name, name)
         for path in source.rglob("*.py")
         for text in texts(path)
-        for name in re.findall(rf"(?<![\w/.]){section}\.([a-z_]+)", text)
+        for name in re.findall(rf"(?<![\w/.]){section}\.([a-z_0-9]+)", text)
         if name not in ("json", "safetensors", "flower", "get_submodule")
     }
     assert found
