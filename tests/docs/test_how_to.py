@@ -125,7 +125,9 @@ def test_optimizers() -> None:
     assert fedavg[2] == AdamW(lr=0.001, keep=True)
     # the page names the methods that refuse to keep states, and no other
     for name, method in METHODS.items():
-        assert bool(method.keep_refusal) == (name in ("fednova", "fedspa", "flora", "flexlora", "fedhl"))
+        assert bool(method.keep_refusal) == (
+            name in ("fednova", "fedspa", "ifca", "flora", "flexlora", "fedhl")
+        )
 
 
 @pytest.mark.full

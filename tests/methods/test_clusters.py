@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from contract import predictor, routes
 from fedlowrank.adapters.mixtures.mixture import Pairs
@@ -26,6 +27,7 @@ from fedlowrank.core.learning.server_optimizer import (
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.engine import Engine
 from fedlowrank.engines.sequential import Sequential
+from fedlowrank.methods import fedem
 from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.clusters import (
     by_cluster,
@@ -38,7 +40,8 @@ from fedlowrank.methods.families.clusters import (
     zero_router_logits,
 )
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.methods.fedem import FedEM
+from fedlowrank.methods.fedem import FedEM, shares_of_examples
+from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.ifca import IFCA, nearest
 from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.rounds.run import Run
@@ -247,6 +250,14 @@ def test_models_begin_at_different_draws_of_which_the_first_is_everyones() -> No
     assert all(tree.equal(m, models) for m in made)
     # how many there are changes none of them
     assert tree.equal({n: t[:2] for n, t in models.items()}, initial_models("X", task, 2))
+
+
+@pytest.mark.parametrize("method", [Ensemble, FederatedFloral])
+def test_the_settings_of_the_router_are_no_group_of_the_optimizer(method: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{method.title}: optimizer.groups.theta does nothing.* router.lr"
+    ):
+        method(optimizer=SGD(groups={"theta": Group(lr=50.0)}))
 
 
 @pytest.mark.parametrize(
@@ -543,6 +554,42 @@ def test_fedem_of_a_regression_mixes_outputs() -> None:
         same(run.state.clients[info.id], pi)
         mean = sum(p * forward(net, x)[1] for p, net in zip(pi, nets(run.state.server), strict=True))
         same(predictor(run.method, *at(run, k))(federation.clients[k].train.x).detach(), mean)
+
+
+class Wet(Net):
+    """A model with dropout before its head."""
+
+    def __init__(self, modes: list[bool]) -> None:
+        super().__init__(WIDTH)
+        self.body.append(nn.Dropout(0.5))
+        self.modes = modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(self.training)
+        return super().forward(x)
+
+
+def test_the_shares_of_examples_in_fedem_are_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Tensor, Tensor, Any]] = []
+
+    def recorded(model: Any, models: Any, pi: Tensor, batch: Any) -> Tensor:
+        q = shares_of_examples(model, models, pi, batch)
+        found.append((q.detach(), batch.x, batch.y))
+        return q
+
+    monkeypatch.setattr(fedem, "shares_of_examples", recorded)
+    modes: list[bool] = []
+    federation = Federation.from_arrays(arrays(), lambda: Wet(modes), classes=CLASSES)
+    modes.clear()
+    run = run_of(FedEM(clusters=2, **LOCAL), federation, rounds=1)
+    start = nets(run.method.server_init(run.task))
+    assert len(found) > 2 * len(SIZES)
+    for q, x, y in found:
+        scores = [torch.from_numpy(forward(net, x.double().numpy())[1]) for net in start]
+        losses = torch.stack([functional.cross_entropy(z, y, reduction="none") for z in scores], 1)
+        torch.testing.assert_close(q, (-losses).softmax(1), rtol=0, atol=1e-9)
+    # the trained components are in training mode
+    assert True in modes[modes.index(True) + 2 :]
 
 
 def test_fedem_counts_steps_of_em() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tests.engines.counting import Counting
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
@@ -177,6 +179,23 @@ def test_the_first_round_of_moon_is_that_of_fedavg() -> None:
     tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-13), found, wanted)
 
 
+class Wet(Net):
+    """A model with dropout before its head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(functional.dropout(self.body(x.to(self.head.weight.dtype)), 0.5, self.training))
+
+
+def test_the_targets_of_moon_are_without_dropout(engine: type[Engine]) -> None:
+    """In round 0 both targets are equal, so that the contrast has no gradient whatever dropout draws."""
+    federation = Federation.from_arrays(arrays(), lambda: Wet(WIDTH), classes=CLASSES)
+    found, wanted = (
+        run_of(m, federation, rounds=1, engine=engine).state.server
+        for m in (MOON(mu=5.0, **LOCAL), FedAvg(**LOCAL))
+    )
+    tree.map_leaves(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), found, wanted)
+
+
 def test_a_client_of_fedrod_that_never_trained_scores_as_the_generic_model() -> None:
     run = run_of(FedRoD(**LOCAL), alike(**F32), rounds=2, steps=1, participation=0.5)
     unseen = sorted(set(range(len(SIZES))) - set(run.state.clients))
@@ -197,6 +216,17 @@ def test_a_class_that_a_client_lacks_keeps_its_weights_in_the_balanced_loss() ->
         _, end = method.local_update(run.state_of(info), start, view)
         moved = (end["head.weight"] - start["head.weight"]).abs().amax(1) > 0
         assert (~moved).nonzero()[:, 0].tolist() == ABSENT[info.id]
+
+
+@pytest.mark.filterwarnings("ignore:.*makes 6 scores")
+def test_an_output_beyond_the_classes_keeps_its_weights_in_the_balanced_loss(engine: type[Engine]) -> None:
+    federation = Federation.from_arrays(arrays(), lambda: Net(WIDTH, classes=CLASSES + 2), classes=CLASSES)
+    run = run_of(FedRoD(**LOCAL), federation, engine=engine)
+    start, end = federation.architectures["model"].initial["head.weight"], run.state.server["head.weight"]
+    torch.testing.assert_close(end[CLASSES:], start[CLASSES:], rtol=0, atol=1e-12)
+    assert ((end - start)[:CLASSES].abs().amax(1) > 1e-3).all()
+    # the personal head learns to score them low
+    assert all((s["head.bias"][CLASSES:] < 0).all() for s in run.state.clients.values())
 
 
 def test_a_step_of_pfedme_follows_the_gradient_of_the_moreau_envelope() -> None:
@@ -234,6 +264,43 @@ def test_moon_survives_representations_of_zeros() -> None:
     federation = Federation.from_arrays(arrays(), Dead, classes=CLASSES)
     run = run_of(MOON(**LOCAL), federation, rounds=2)
     assert tree.not_finite(run.state.server) is None
+
+
+class Tagger(nn.Module):
+    """Scores of the next token, each by the embedding of one token alone."""
+
+    head_name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.head(torch.relu(self.inner(self.embedding(input_ids.long()))) + 0.3)
+
+
+def texts(pad: int, has_mask: bool) -> Federation:
+    """Sequences of three to six tokens in a width of eight, padded with a token."""
+    clients = []
+    for k in range(3):
+        ids = torch.randint(1, 11, (9, 8), generator=torch.Generator().manual_seed(k))
+        mask = (torch.arange(8)[None] < torch.tensor([3, 4, 5, 6, 3, 4, 5, 6, 4])[:, None]).long()
+        padded = torch.where(mask > 0, ids, pad)
+        x = {"input_ids": padded} | ({"attention_mask": mask} if has_mask else {})
+        clients.append((x, torch.where(mask > 0, ids, -100)))
+    return Federation.from_arrays(clients, Tagger, loss="next_token")
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_padding_of_texts_is_no_part_of_the_representation_of_moon(
+    has_mask: bool, engine: type[Engine]
+) -> None:
+    settings: dict[str, Any] = {"batch_size": 3, "optimizer": SGD(lr=0.3)}
+    runs = [run_of(MOON(mu=5.0, **settings), texts(pad, has_mask), rounds=2, engine=engine) for pad in (0, 7)]
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-6)
+    tree.map_leaves(close, *(run.state.server for run in runs))
+    plain = run_of(FedAvg(**settings), texts(0, has_mask), rounds=2, engine=engine)
+    assert any((runs[0].state.server[n] - p).abs().max() > 1e-3 for n, p in plain.state.server.items())
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -23,11 +23,13 @@ from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.feddyn import FedDyn
+from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models import standard
 from fedlowrank.rounds.run import Run
 from fedlowrank.training.local_data import LocalData
+from fedlowrank.trust.trust_settings import Clipping, Privacy
 from golden import dual_reference, reference
 
 from .setting import SIZES, Net, alike, arrays, at, layers, plan, run_of, start_of, states, train_data
@@ -179,6 +181,39 @@ def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(mak
     assert 3 <= sum(lost) < 30
     server = run.state.server
     same(server.control if make is SCAFFOLD else server.h, mean_of_duals(run), 1e-5)
+
+
+DUALS: dict[str, Any] = {
+    "scaffold": (SCAFFOLD(**LOCAL), lambda server: server.control, lambda client: client),
+    "feddyn": (FedDyn(**LOCAL), lambda server: server.h, lambda client: client),
+    "fedslr": (FedSLR(**LOCAL), lambda server: server.gamma, lambda client: client.gamma),
+    "fedslr_all": (
+        FedSLR(**LOCAL, memory_efficient=False),
+        lambda server: server.gamma,
+        lambda client: client.gamma,
+    ),
+}
+"""Methods, where the server holds its dual, and where a client holds its own."""
+
+
+@pytest.mark.parametrize("name", DUALS)
+def test_the_dual_of_the_server_is_the_mean_over_the_clients_that_can_train(name: str) -> None:
+    method, of_server, of_client = DUALS[name]
+    run = run_of(method, alike(**F32), rounds=4, unseen=0.5, participation=0.5)
+    assert len(run.draws.seen) == 2
+    own = [of_client(run.state_of(run.federation.infos[i])) for i in run.draws.seen]
+    same(of_server(run.state.server), mean(own, [1.0] * len(own)), 1e-6)
+    assert tree.dot(own[0], own[0]) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+def test_under_central_privacy_the_planned_share_is_of_the_clients_that_can_train(name: str) -> None:
+    method, of_server, of_client = DUALS[name]
+    trust = {"privacy": Privacy("central", noise=1e-5, delta=1e-3), "clipping": Clipping(30.0)}
+    run = run_of(method, alike(**F32), rounds=2, unseen=0.5, **trust)
+    own = [of_client(run.state.clients[i].inner) for i in run.draws.seen]
+    same(of_server(run.state.server.inner), mean(own, [1.0] * len(own)), 2e-3)
+    assert max(float(t.abs().max()) for t in own[0].values()) > 0.02
 
 
 # -- SCAFFOLD ------------------------------------------------------------------------------------------------
@@ -455,6 +490,7 @@ def test_what_is_sent(name: str, down: int, up: int) -> None:
         (lambda: APFL(alpha=-0.01), "alpha"),
         (lambda: APFL(alpha=1.01), "alpha"),
         (lambda: APFL(alpha=float("nan")), "alpha"),
+        (lambda: APFL(optimizer=AdamW()), "adaptive = true"),
     ],
 )
 def test_bad_settings_are_refused(make: Any, said: str) -> None:

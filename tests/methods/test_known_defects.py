@@ -20,6 +20,7 @@ from fedlowrank.core.learning.batch_losses import kl_divergence, soft_cross_entr
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.factored import (
     Factored,
     compress_update,
@@ -428,6 +429,28 @@ def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
     assert all(torch.isfinite(t).all() for s in run.state.clients.values() for t in s.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*makes 6 scores")
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
+def test_fd_averages_all_outputs_of_a_model_with_more_of_them_than_classes(engine: Any) -> None:
+    federation = Federation.from_arrays(arrays(), lambda: Net(WIDTH, classes=CLASSES + 2), classes=CLASSES)
+    run = run_of(FD(**LOCAL), federation, 2, engine=engine)
+    for k, theta in run.state.clients.items():
+        x, y = train_data(federation)[k]
+        scores = torch.func.functional_call(Net(WIDTH, classes=CLASSES + 2), theta, torch.from_numpy(x))
+        own = run.state.server.latest[str(k)]
+        for label, mean in zip(own.labels.tolist(), own.mean, strict=True):
+            wanted = scores.softmax(-1)[torch.from_numpy(y) == label].mean(0).detach()
+            torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*makes 6 scores")
+def test_fd_refuses_models_of_other_numbers_of_outputs() -> None:
+    models = {"more": lambda: Net(WIDTH, classes=CLASSES + 2), "small": lambda: Net(WIDTH)}
+    federation = Federation.from_arrays(arrays(), models, classes=CLASSES)
+    with pytest.raises(TaskError, match="more has 6, small has 4"):
+        start(FD(), federation)
 
 
 @pytest.mark.full

@@ -316,10 +316,11 @@ def test_steps_below_the_rounding_of_trained_factors_are_no_error(kind: Any) -> 
     go(kind, 2, optimizer=SGD(lr=0.1, schedule=vanishing))
 
 
+@pytest.mark.parametrize("steps", [None, 1])
 @every
-def test_rounds_after_the_end_of_a_schedule_over_rounds_are_no_error(kind: Any) -> None:
+def test_rounds_after_the_end_of_a_schedule_over_rounds_are_no_error(kind: Any, steps: int | None) -> None:
     # FLoRA begins with fresh factors in every round
-    go(kind, 2, optimizer=SGD(lr=0.1, local_schedule=LocalSchedule("cosine", rounds=1)))
+    go(kind, 2, optimizer=SGD(lr=0.1, local_schedule=LocalSchedule("cosine", rounds=1, steps=steps)))
 
 
 # -- what travels --------------------------------------------------------------------------------------------

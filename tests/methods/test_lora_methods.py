@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedlowrank.core import tree
 from fedlowrank.core.contract.method import AnyMethod
 from fedlowrank.core.learning.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.engine import Engine, client_key
+from fedlowrank.engines.engine import ClientJob, Engine, client_key
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
-from fedlowrank.methods.families.lora_family import Tuning
+from fedlowrank.methods.families.lora_family import Tuning, rank_of_factors
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -29,6 +30,8 @@ from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.rounds.run import Run
+from fedlowrank.trust.trust_settings import Clipping, Robust
+from fedlowrank.trust.updates import norm
 from golden import lora_reference as reference
 from golden.reference import Array, Layers, forward
 
@@ -191,6 +194,42 @@ def test_pruning_of_hetlora(penalty: float) -> None:
     # the penalty is what shrinks the tails here
     assert (sum(left) < sum(ranks)) == (penalty > 0)
     assert sum(left) > 4
+
+
+def test_the_norm_of_an_update_of_hetlora_is_that_of_what_the_server_adds_whatever_was_pruned() -> None:
+    method = HetLoRA(prune=0.7, penalty=0.6, tuning=TUNING, **LOCAL)
+    run = go(method, Sequential, (2, 3, 4, 8), rounds=5)
+    jobs = [ClientJob(run.state_of(i), method.download(run.state.server, i), i) for i in run.federation.infos]
+    sent = [rank_of_factors(job.down.factors) for job in jobs]
+    left = []
+    assert sent != [2, 3, 4, 8]
+    for job, result in zip(jobs, run.engine.run(method, run.federation, run.task, 5, jobs), strict=True):
+        update = method.describe_update(job.down, job.client, run.task)
+        reached, before = (
+            method.contribution(upload, job.client, run.state.server) for upload in (result.upload, job.down)
+        )
+        parts = [
+            (new.dense() - before["factors"].value[n].dense()).numpy()
+            for n, new in reached["factors"].value.items()
+        ]
+        parts += [(t - before["rest"].value[n]).numpy() for n, t in reached["rest"].value.items()]
+        wanted = np.linalg.norm(np.concatenate([part.ravel() for part in parts]))
+        assert norm(result.upload, update.reference, update.scale) == pytest.approx(wanted, rel=1e-9)
+        left.append(rank_of_factors(result.upload.factors))
+    # some prune in this round, after a rank that was pruned before
+    assert any(a < b for a, b in zip(left, sent, strict=True))
+
+
+@pytest.mark.parametrize(
+    "trust",
+    [{"clipping": Clipping(0.1)}, {"robust": Robust(rule="norm_bound")}],
+    ids=["clipping", "norm_bound"],
+)
+def test_hetlora_prunes_under_a_bound_on_its_updates(trust: dict[str, Any]) -> None:
+    method = HetLoRA(prune=0.7, penalty=0.6, tuning=TUNING, **LOCAL)
+    run = run_of(method, unequal((2, 3, 4, 8)), 4, **trust)
+    server = run.state.server
+    assert all(t.isfinite().all() for t in tree.tensors(getattr(server, "inner", server)))
 
 
 # -- updates averaged ----------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_client_whose_reply_is_lost_keeps_the_state_of_before() -> None:
 
 METHODS_WITH_PASSES: dict[str, AnyMethod] = {
     "two passes": Ditto(optimizer=KEPT["momentum"][0], batch_size=8),
-    "groups of parameters": APFL(optimizer=KEPT["adamw"][0], batch_size=8),
+    "groups of parameters": APFL(adaptive=False, optimizer=KEPT["adamw"][0], batch_size=8),
     "clients of other sizes": FedAvg(optimizer=AdamW(keep=True, schedule=Schedule("cosine")), batch_size=8),
 }
 
@@ -175,12 +175,15 @@ def test_a_state_that_does_not_fit_is_an_error_that_names_client_pass_and_parame
         other.step()
 
 
-@pytest.mark.parametrize("name", ["fednova", "fedspa", "flora", "flexlora", "fedhl"])
+@pytest.mark.parametrize("name", ["fednova", "fedspa", "ifca", "flora", "flexlora", "fedhl", "hetlora"])
 def test_methods_whose_rounds_have_other_parameters_refuse(name: str) -> None:
+    prunes: dict[str, Any] = {"prune": 0.5} if name == "hetlora" else {}
     with pytest.raises(
         ConfigError, match=r"optimizer.keep = true is refused, because .* Leave optimizer.keep out"
     ):
-        METHODS[name](optimizer=KEPT["momentum"][0])
+        METHODS[name](optimizer=KEPT["momentum"][0], **prunes)
+    # of a rank that stays, each factor is the same in all rounds
+    METHODS["hetlora"](optimizer=KEPT["momentum"][0])
 
 
 def test_keep_is_refused_where_it_does_nothing() -> None:

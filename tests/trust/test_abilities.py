@@ -22,7 +22,7 @@ from fedlowrank.methods.fednova import FedNova
 from fedlowrank.rounds.run import Run
 from fedlowrank.rounds.run_settings import RunSettings
 from fedlowrank.trust.abilities import ABILITIES, abilities
-from fedlowrank.trust.trust_settings import Clipping, Privacy, SecureSums
+from fedlowrank.trust.trust_settings import Clipping, Privacy, Robust, SecureSums
 from methods.setting import alike
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,6 +51,26 @@ def test_a_server_that_counts_local_steps_needs_as_many_at_all_clients(kind: str
     with pytest.raises(TaskError, match=r"each client's number of examples.* set steps = N"):
         run_of(FedNova(batch_size=8), **SETTINGS[kind])
     assert listed("fednova")[kind].startswith("no: its server computes with each client's number of examples")
+
+
+@pytest.mark.parametrize("rule", ["median", "norm_bound", "geometric_median"])
+@pytest.mark.parametrize("weights", ["equal", "examples"])
+def test_a_server_that_counts_local_steps_takes_no_weights_for_numbers_of_examples(
+    rule: Any, weights: Any
+) -> None:
+    robust = Robust(rule, weights=weights)
+    with pytest.raises(
+        TaskError, match=rf"robust.rule = '{rule}'.* robust rules put weights.* set steps = N"
+    ):
+        run_of(FedNova(batch_size=8), robust=robust)
+    assert listed("fednova")["robust"].startswith(
+        "no: its server computes with each client's number of examples"
+    )
+    common: dict[str, Any] = {"batch_size": 8, "steps": 5, "optimizer": SGD(lr=0.05)}
+    found, wanted = run_of(FedNova(**common), robust=robust), run_of(FedAvg(**common), robust=robust)
+    found.step()
+    wanted.step()
+    np.testing.assert_allclose(vector(found.state.server), vector(wanted.state.server), atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -105,6 +105,20 @@ def test_clipping_reaches_the_bound_on_the_line_to_the_reference(share: float) -
     assert 0 < flat[0] < 1
 
 
+@pytest.mark.parametrize("share", [2.0, 0.5, 0.01])
+def test_an_upload_of_fewer_components_than_its_reference_is_clipped_as_one_without_the_others(
+    share: float,
+) -> None:
+    upload, reference = lora_upload(1, 2), lora_upload(2, 4)
+    before = np.linalg.norm(dense(upload, reference))
+    assert norm(upload, reference, SCALE) == pytest.approx(before, rel=1e-12)
+    clipped, size = shrink(upload, reference, share * before, SCALE)
+    assert size == pytest.approx(before, rel=1e-12)
+    assert np.linalg.norm(dense(clipped, reference)) == pytest.approx(min(share, 1.0) * before, rel=1e-9)
+    # within the bound it is left as it is
+    assert clipped["factors"]["layer"].rank == (2 if share > 1 else 4)
+
+
 @pytest.mark.parametrize("size", [0.05, 1.0, 100.0])
 def test_no_clipped_update_in_float32_is_longer_than_the_bound(size: float) -> None:
     """Rounding a clipped upload must not carry it beyond: noise is scaled to the bound."""

@@ -18,8 +18,9 @@ client's concurrent local w and used with the global w received, never with the 
 by the mixture.
 
 Choices: a adapts at every step, with the learning rate of the models unless ``optimizer.groups`` gives ``a`` its own;
-``adaptive = false`` holds it at ``alpha``. Weight decay acts on w and v but not on a; clipping bounds the gradient of
-all three together.
+``adaptive = false`` holds it at ``alpha``. AdamW is refused where a adapts: v and w begin equal, so that the gradient of
+a is 0 up to rounding, and AdamW would divide it by its own size and move a by whole learning rates. Weight decay acts
+on w and v but not on a; clipping bounds the gradient of all three together.
 
 Differences from the paper: w is averaged with weights n_k, as FedAvg, where the paper takes the plain mean.
 """
@@ -32,8 +33,9 @@ from torch import Tensor
 
 from ..core.contract.client_model import ClientModel
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
+from ..core.errors import ConfigError
 from ..core.learning.batch_losses import task_loss
-from ..core.learning.optimizer import Group
+from ..core.learning.optimizer import AdamW, Group
 from ..core.tree import Params, map_leaves, tree_dataclass, widen
 
 
@@ -66,7 +68,7 @@ class APFL(Method[Params, ClientState, Params, Params]):
 
     Attributes:
         alpha: a in [0, 1], share of the local model in the mixture, to begin with.
-        adaptive: learn a; else it stays.
+        adaptive: learn a, by SGD alone; else it stays.
     """
 
     alpha: float = 0.5
@@ -75,6 +77,15 @@ class APFL(Method[Params, ClientState, Params, Params]):
     title = "APFL"
     citation = "Deng et al. 2020, arXiv:2003.13461"
     bounds = {"alpha": ">= 0 and <= 1"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adaptive and isinstance(self.optimizer, AdamW):
+            raise ConfigError(
+                "APFL with adaptive = true learns the share a of the local model by gradients that are as small as v and w "
+                "are close, and optimizer.kind = 'adamw' makes a whole step of each, rounding errors included. Use "
+                "optimizer.kind = 'sgd', with or without momentum, or set adaptive = false"
+            )
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

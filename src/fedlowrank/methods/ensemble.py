@@ -33,6 +33,7 @@ from .families.clusters import (
     initial_models,
     known_cluster,
     learn_router,
+    refuse_router_group,
     routes_of,
     select_cluster,
     train_mixture,
@@ -65,6 +66,10 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     title = "Ensemble"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_router_group(self.optimizer, self.title)
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""

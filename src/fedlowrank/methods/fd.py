@@ -30,13 +30,14 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each
 from ..core.contract.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.contract.update import NO_UPDATE, ZERO_REFERENCE, Update
+from ..core.errors import TaskError
 from ..core.learning.batch_losses import soft_cross_entropy, task_loss
 from ..core.tree import Params, tree_dataclass, widen
 
 
 @tree_dataclass
 class Outputs:
-    """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, classes]``.
+    """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, outputs]``.
 
     They are statistics and in float32 for a model of half precision, too.
     """
@@ -47,7 +48,7 @@ class Outputs:
 
 @tree_dataclass
 class Targets:
-    """Soft target of each label ``mean [classes, classes]``, where ``known [classes]``."""
+    """Soft target of each label ``mean [classes, outputs]``, where ``known [classes]``."""
 
     mean: Tensor
     known: Tensor
@@ -79,9 +80,17 @@ class FD(Method[ServerState, Params, Targets, Outputs]):
     heterogeneous = True
 
     def server_init(self, task: Task) -> ServerState:
-        """No output is known."""
+        """No output is known; raises TaskError if models have other numbers of outputs."""
+        counts = {name: m.probe(m.example).shape[-1] for name, m in sorted(task.architectures.items())}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            raise TaskError(
+                f"{self.title} averages the outputs of all clients, and their models have other numbers of outputs: {found}. "
+                f"Give each model one output a class, {task.classes}"
+            )
         like = widen(next(iter(task.model(task.clients[0]).initial.values())))
-        return ServerState(like.new_zeros(task.classes, task.classes), like.new_zeros(task.classes), {})
+        total = like.new_zeros(task.classes, next(iter(counts.values())))
+        return ServerState(total, like.new_zeros(task.classes), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """θ_k starts at its architecture's initial weights."""

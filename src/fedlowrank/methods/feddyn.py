@@ -9,14 +9,14 @@ arXiv:2111.04263, Algorithm 1.
     server:                 h ← h - α 1/M Σ_{k∈S} (θ_k - θ^t)
                             θ^{t+1} = mean_S θ_k - h / α                                server_update
 
-M is the number of all clients, so that h is the mean of all g_k in every round, absentees included; all start
-at zero. At an exact solution g_k = ∇F_k(θ_k). Both added terms enter by their derivative, α (θ - θ^t) - g_k,
-added to the gradient; the norm is squared. All clients weigh the same, as in the paper, whose objective is
-their plain mean. Weight decay is part of F_k. The server subtracts h / α even if the clients hardly move, so
-a learning rate that falls to 0 does not suit this method. The model is θ, the paper's cloud model. ``evaluate
-= "mean_of_clients"`` infers by the plain mean of the last replies, with θ as second series; the clients
-cannot compute that mean, so it is sent to them beside θ, and counted. α = 0.1 as in FedSLR's comparisons,
-where it is the inverse of the proximal step.
+M is the number of all clients that can train (those of ``run.unseen`` never do), so that h is the mean of all their g_k
+in every round, absentees included; all start at zero. At an exact solution g_k = ∇F_k(θ_k). Both added terms enter by
+their derivative, α (θ - θ^t) - g_k, added to the gradient; the norm is squared. All clients weigh the same, as in the
+paper, whose objective is their plain mean. Weight decay is part of F_k. The server subtracts h / α even if the clients
+hardly move, so a learning rate that falls to 0 does not suit this method. The model is θ, the paper's cloud model.
+``evaluate = "mean_of_clients"`` infers by the plain mean of the last replies, with θ as second series; the clients cannot
+compute that mean, so it is sent to them beside θ, and counted. α = 0.1 as in FedSLR's comparisons, where it is the
+inverse of the proximal step.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ form, 2).
     inference:              Σ_c π_kc softmax(h_{θ_c}(x)); of a regression Σ_c π_kc h_{θ_c}(x) predictor
 
 The E-step takes the models received and π_k of the round before, and holds during local training: every batch
-finds the q of its examples again from those models, C forward passes more. Scores are the logarithm of the
-mixture. A client without π_k begins at even shares; one that never took part takes ``adapt`` EM steps on π_k
+finds the q of its examples again from those models in inference mode, C forward passes more. Scores are the logarithm
+of the mixture. A client without π_k begins at even shares; one that never took part takes ``adapt`` EM steps on π_k
 alone, on its training data, before it infers.
 """
 
@@ -34,6 +34,7 @@ from ..core.learning.batch_losses import mean_loss
 from ..core.learning.losses import class_axis
 from ..core.tree import Params
 from .families.clusters import initial_models, losses_of, zero_router_logits
+from .families.fixed_models import in_inference_mode
 
 
 def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
@@ -98,7 +99,8 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         pi, model = _even_shares(down) if state is None else state, view.model
 
         def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
-            q = shares_of_examples(model, received, pi, batch)
+            with in_inference_mode(model):
+                q = shares_of_examples(model, received, pi, batch)
             return mean_loss((q * losses_of(model, models, batch)).sum(-1), batch)
 
         return update_mixture(down, pi, view), view.train(

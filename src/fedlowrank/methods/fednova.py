@@ -22,7 +22,8 @@ gives no a_k: AdamW, Nesterov's momentum, schedules within a round, and a proxim
 other learning rates.
 
 Choices: the server finds τ_k from n_k, E and B, which it knows, so that nothing but d_k is sent. Where n_k is private,
-under privacy and secure sums, it cannot: there, set ``steps``, so that τ_k is the same for all.
+under privacy and secure sums, or a weight stands in its place, under robust rules, it cannot: there, set ``steps``, so
+that τ_k is the same for all.
 """
 
 from __future__ import annotations

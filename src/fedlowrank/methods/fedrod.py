@@ -11,10 +11,10 @@ H.-Y. Chen, W.-L. Chao. ICLR 2022. arXiv:2107.00778, Algorithm 1, linear persona
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                         server_update
     inference:              g^{t+1}(φ^{t+1}(x)) + h_k(φ^{t+1}(x))                               client_model
 
-n_{k,c} is the number of the client's training examples of class c. The score of a class that it does not have
-becomes -∞, so that its loss moves no weight of that class. γ = 1 is balanced softmax; γ = 0 is cross-entropy,
-and θ is then FedAvg's model. Only training adds γ log n_{k,c}. The gradient of the second loss reaches h_k
-alone.
+n_{k,c} is the number of the client's training examples of class c. The score of a class that it does not have, such as
+an output beyond the classes, becomes -∞, so that its loss moves no weight of that class. γ = 1 is balanced softmax; γ =
+0 is cross-entropy, and θ is then FedAvg's model. Only training adds γ log n_{k,c}. The gradient of the second loss
+reaches h_k alone.
 
 Choices: h_k begins at zero, so that a client that never took part infers by the generic model. The generic
 head must be one linear layer: scores are then linear in its parameters, and the personal model is θ with g +
@@ -87,10 +87,12 @@ class FedRoD(Method[Params, Params, Params, Params]):
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Simultaneous SGD on both losses; neither has a gradient for the other's parameters."""
-        model, classes = view.model, view.task.classes
+        model = view.model
+        # a model may have more outputs than there are classes
+        outputs = model.head_layers()[0].out_features
 
         def by_class(_: Params, batch: Batch) -> Tensor:
-            return batch.total(functional.one_hot(batch.y, classes).float())
+            return batch.total(functional.one_hot(batch.y, outputs).float())
 
         def loss(now: Joint, batch: Batch, offset: Tensor) -> Tensor:
             z = model.represent(now.model, batch.x)

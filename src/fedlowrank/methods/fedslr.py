@@ -11,10 +11,12 @@ participation).
     server:                 γ̄ ← γ̄ + 1/M Σ_{i∈S_t} (w^t - w_i) / η_g
                             w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i - η_g γ̄    server_update
 
-M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every weight of
-two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The model is w + p_i; the
-series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter the gradient explicitly; the optimizer's weight
-decay is part of f_i in both phases.
+M is the number of all clients that can train (those of ``run.unseen`` never do); means are plain. π is scheme 2
+(:mod:`fedlowrank.linalg.matricize`); every weight of two or more dimensions is proxed, vectors (biases, scales) are only
+averaged and corrected. The model is w + p_i; the series ``gkr`` is w alone. The proximal term towards w^t and γ_i enter
+the gradient explicitly; the optimizer's weight decay is part of f_i in both phases. With momentum β the threshold of
+phase II is η μ / (1 - β), so that μ weighs the same penalty (:mod:`.families.proximal_steps`); with μ > 0 AdamW and
+groups of other learning rates are refused.
 
 Differences from the paper: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and
 there, too, p_i of a normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs
@@ -51,6 +53,7 @@ from ..linalg.nuclear_norm import (
 )
 from ..linalg.svt import soft_threshold
 from ..models.statistics.normalization import zero_normalizations
+from .families.proximal_steps import check_proximal_optimizer, proximal_step_size
 
 
 @tree_dataclass
@@ -76,6 +79,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
 
     Attributes:
         epochs: of phase I.
+        optimizer: of both phases; SGD, with or without momentum.
         fusion_epochs: of phase II.
         lam: λ ≥ 0, weight of the penalty on w.
         mu: μ ≥ 0, weight of the penalty on p_i.
@@ -107,6 +111,11 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
     zero_step_settings: ClassVar[dict[str, float]] = {
         "lam": 0.0
     }  # else w shrinks at a learning rate of 0, too
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mu:
+            check_proximal_optimizer(self.optimizer, self.title, "mu")
 
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""
@@ -146,9 +155,10 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
             return task_loss(model.apply(add(w, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
+            c = proximal_step_size(self.optimizer, lr) * self.mu
             if self.personal_norm == "sparse":
-                return map_leaves(lambda t: soft_threshold(t, lr * self.mu), p)
-            return apply_prox_dense(p, lr * self.mu, self.personal_norm, ())
+                return map_leaves(lambda t: soft_threshold(t, c), p)
+            return apply_prox_dense(p, c, self.personal_norm, ())
 
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
@@ -174,7 +184,7 @@ class FedSLR(Method[ServerState, ClientState, Weights, Params]):
         gamma_by_client, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
         if not self.memory_efficient:
             gamma_by_client = {
-                str(c.id): server.gamma_by_client.get(str(c.id), zeros_like(w)) for c in view.task.clients
+                str(c.id): server.gamma_by_client.get(str(c.id), zeros_like(w)) for c in view.trainable
             }
             for i, w_i in total["replies"].items():
                 gamma_by_client[str(i)] = add(gamma_by_client[str(i)], sub(w, w_i), 1 / self.eta_g)

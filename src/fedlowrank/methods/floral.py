@@ -51,6 +51,7 @@ from .families.clusters import (
     cluster_weights,
     known_cluster,
     learn_router,
+    refuse_router_group,
     routes_of,
     select_cluster,
     train_mixture,
@@ -127,6 +128,7 @@ class FederatedFloral(Method[ServerState, Theta, AdaptorModel, Upload]):
         super().__post_init__()
         check_ranks_or_budgets(type(self).__name__, self.rank, self.rank_pattern)
         check_server_optimizer("server_optimizer", self.server_optimizer, self.title)
+        refuse_router_group(self.optimizer, self.title)
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""

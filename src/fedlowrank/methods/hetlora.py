@@ -9,7 +9,8 @@ arXiv:2401.06432, Algorithm 1. Without pruning and with weights n_i it is the ba
     server:                 pad every B_i, A_i with zeros to r_max,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F        server_update
 
-The factors of the server are those of scale 1: the B of an upload is multiplied by s_i. With equal ranks and
+The factors of the server are those of scale 1: the B of an upload is multiplied by s_i, the scale of the rank that the
+client was sent, pruned or not. With equal ranks and
 weights n_i that is FedIT, whatever the scale. A component that few clients hold is diluted by the zeros of
 the others; ``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank
 falls by one at least and to one at most.
@@ -32,6 +33,7 @@ from ..core.contract.client_model import ClientModel
 from ..core.contract.contribution import Each, Mean, Sum
 from ..core.contract.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.contract.update import Update
+from ..core.learning.optimizer import refuse_keep
 from ..core.tree import Params, cast_like, tree_dataclass, widen
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors, zero_pad_pair
@@ -90,6 +92,11 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
             refuse_unread_field(
                 self, "penalty", self.title, f"with {self.title}.prune = {self.prune}", "set prune below 1"
             )
+        else:
+            reason = (
+                f"with prune = {self.prune} a client that has pruned trains smaller factors in the next round"
+            )
+            refuse_keep("optimizer", self.optimizer, self.title, reason)
 
     remarks = describe_ranks
     client_init = initial_rest
@@ -102,8 +109,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
 
     def download(self, server: ServerState, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
-        own = self.tuning.rank_within(client, server.factors)
-        rank = server.ranks.get(str(client.id), own)
+        rank = self._sent_rank(server, client)
         factors = scale_factors(truncate_factors(server.factors, rank), 1 / server.scaling.at(rank))
         return self.tuning.message(factors, server.rest)
 
@@ -116,16 +122,15 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         end = train_leaves(view, start, self.tuning.scale(view, rank), self.optimizer, penalty=penalty)
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
-            # the scale of a smaller rank may differ, the update must not
-            ratio = self.tuning.scale(view, rank) / self.tuning.scale(view, kept)
-            factors = scale_factors(truncate_factors(factors, kept), ratio)
+            factors = truncate_factors(factors, kept)
         return self.tuning.personal_rest(end), self.tuning.message(factors, end["rest"])
 
     def contribution(self, upload: Message, client: ClientInfo, server: ServerState) -> dict[str, Any]:
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.examples)
         rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
-        unit = scale_factors(widen(factors), server.scaling.at(rank))
+        # the scale of a smaller rank may differ; what is left of a pruned update is in that of the rank sent
+        unit = scale_factors(widen(factors), server.scaling.at(self._sent_rank(server, client)))
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
         padded = {name: zero_pad_pair(p, server.factors[name].rank) for name, p in unit.items()}
@@ -148,10 +153,16 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         return replace(server, factors=factors, rest=total["rest"], ranks=server.ranks | pruned)
 
     def describe_update(self, down: Message, client: ClientInfo, task: Task) -> Update:
-        """Relative to what was sent, in the client's scale; of the rank received, or of what pruning leaves of it."""
-        kept = max(1, int(self.prune * rank_of_factors(down.factors)))
+        """Relative to what was sent, in the scale of its rank; of that rank, or of what pruning leaves of it."""
+        rank = rank_of_factors(down.factors)
+        kept = max(1, int(self.prune * rank))
         pruned = self.tuning.message(truncate_factors(unpack_factors(down.factors), kept), down.rest)
-        return Update(down, self.tuning.scale_of(task, client), OneOf(down, pruned))
+        scale = self.tuning.scaling_of(lora_of(task.model(client))).at(rank)
+        return Update(down, scale, OneOf(down, pruned))
+
+    def _sent_rank(self, server: ServerState, client: ClientInfo) -> int:
+        """The rank that a client is sent: its own, or what pruning left of it."""
+        return server.ranks.get(str(client.id), self.tuning.rank_within(client, server.factors))
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""

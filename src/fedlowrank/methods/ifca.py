@@ -70,6 +70,7 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     title = "IFCA"
     citation = "Ghosh et al., NeurIPS 2020, arXiv:2006.04088"
+    keep_refusal = "a client may train the model of another cluster in the next round"
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""

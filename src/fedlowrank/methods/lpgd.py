@@ -7,10 +7,11 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
                             send w_i                                                            local_update
     server:                 w^{t+1} = mean_{S_t} w_i                                            server_update
 
-η is the round's learning rate. A step costs a singular value decomposition of every matrix, and the mean of
-low-rank models has full rank, so the download does not shrink; that is why the paper proposes FedSLR. The
-upload could travel as factors; it is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is
-no personal component.
+η is the learning rate of the step; with momentum β the threshold is λ η / (1 - β), so that λ weighs the same penalty
+(:mod:`.families.proximal_steps`). With λ > 0 AdamW and groups of other learning rates are refused. A step costs a
+singular value decomposition of every matrix, and the mean of low-rank models has full rank, so the download does not
+shrink; that is why the paper proposes FedSLR. The upload could travel as factors; it is sent whole, as FedSLR's is.
+Matrices and settings are FedSLR's; there is no personal component.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..core.learning.batch_losses import supervised_loss
 from ..core.learning.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude, penalized_names, refuse_complex
+from .families.proximal_steps import check_proximal_optimizer, proximal_step_size
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class LPGD(Method[Params, None, Params, Params]):
     """FedAvg whose local models lose rank at every step.
 
     Attributes:
+        optimizer: SGD, with or without momentum.
         lam: λ ≥ 0, weight of the penalty.
         norm: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
         exclude: exact names of parameters that λ leaves alone.
@@ -48,6 +51,11 @@ class LPGD(Method[Params, None, Params, Params]):
     one_model = True
     bounds = {"lam": ">= 0"}
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lam:
+            check_proximal_optimizer(self.optimizer, self.title, "lam")
+
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""
         model = task.common_model(self.title)
@@ -63,7 +71,8 @@ class LPGD(Method[Params, None, Params, Params]):
         model, method = view.model, self
 
         def prox(theta: Params, lr: float) -> Params:
-            return apply_prox_dense(theta, lr * method.lam, method.norm, method.exclude)
+            step_size = proximal_step_size(method.optimizer, lr)
+            return apply_prox_dense(theta, step_size * method.lam, method.norm, method.exclude)
 
         return None, view.train(supervised_loss(model), down, "local", self.optimizer, prox=prox)
 

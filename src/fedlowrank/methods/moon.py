@@ -9,25 +9,43 @@ Q. Li, B. He, D. Song. CVPR 2021. arXiv:2103.16257, Algorithm 1.
                             keep θ_k; send θ_k                                          local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
-z_glob and z_prev are targets: no gradient flows through them. Before a client's first round its last model is
-θ^0; so in round 0 z_glob = z_prev, ℓ = log 2, and the round is FedAvg's up to rounding. μ = 0 is FedAvg in
-every round. μ is 5 for CIFAR-10 and 1 for CIFAR-100 and Tiny-ImageNet in the paper; τ = 0.5.
+z_glob and z_prev are targets: no gradient flows through them, and both are taken in inference mode, without dropout, as
+in the authors' code. Before a client's first round its last model is θ^0; so in round 0 z_glob = z_prev, ℓ = log 2, and
+the round is FedAvg's up to rounding. μ = 0 is FedAvg in every round. μ is 5 for CIFAR-10 and 1 for CIFAR-100 and
+Tiny-ImageNet in the paper; τ = 0.5.
 
 Choices: the representation is the input of the model's head. The paper puts a projection of two layers
 between encoder and classifier and compares its outputs; to have it, write these layers into the model before
-its head. A client that missed rounds compares with the model of its own last round.
+its head. Of texts, whose representation is one vector a token, all tokens of an example count as one vector, padding
+left out. A client that missed rounds compares with the model of its own last round.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..core.contract.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.learning.batch_losses import task_loss
 from ..core.tree import Params
+from .families.fixed_models import in_inference_mode
+
+
+def without_padding(representations: Tensor, batch: Batch) -> Tensor:
+    """Representations ``[b, T, d]`` of texts with zeros in the place of padding; all others as they are.
+
+    Padding is what ``attention_mask`` leaves out; of a model without one, the tokens without a label.
+    """
+    mask = batch.x.get("attention_mask") if isinstance(batch.x, dict) else None
+    if mask is None and batch.loss.predicts_tokens(batch.y):
+        mask = batch.y >= 0
+    if mask is None or representations.ndim != 3 or mask.shape != representations.shape[:2]:
+        return representations
+    # where, not a product: padding may hold infinities, and 0 * inf is NaN
+    return torch.where(mask.bool()[..., None], representations, 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,9 +84,11 @@ class MOON(Method[Params, Params, Params, Params]):
 
         def loss(theta: Params, batch: Batch, present: Params, previous: Params) -> Tensor:
             z = model.represent(theta, batch.x)
-            z_glob, z_prev = model.represent(present, batch.x), model.represent(previous, batch.x)
-            near = functional.cosine_similarity(z.flatten(1), z_glob.flatten(1))
-            far = functional.cosine_similarity(z.flatten(1), z_prev.flatten(1))
+            with in_inference_mode(model):
+                targets = model.represent(present, batch.x), model.represent(previous, batch.x)
+            compared, z_glob, z_prev = (without_padding(r, batch).flatten(1) for r in (z, *targets))
+            near = functional.cosine_similarity(compared, z_glob)
+            far = functional.cosine_similarity(compared, z_prev)
             # -log(e^a / (e^a + e^b)) = softplus(b - a)
             contrast = functional.softplus((far - near) / tau)
             return task_loss(model.head(theta, z), batch) + mu * batch.mean(contrast)

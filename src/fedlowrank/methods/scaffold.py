@@ -10,12 +10,13 @@ Algorithm 1.
     server:                 x ← x + η_g mean_S (y - x)
                             c ← c + |S|/K mean_S (c_k⁺ - c_k)                           server_update
 
-All control variates start at zero, so that c is the mean of all K clients' c_k in every round, absentees included. τ
-is the number of steps of this very client and η the learning rate of this round; with a schedule within the round, τη
-is the sum of the learning rates of the steps, and the mean is weighted by them. (x - y)/(τη) is the mean of the
-directions taken, so c_k⁺ is the mean gradient of the round only if a step is η times a gradient: momentum, AdamW,
-groups of other rates and clipping are refused. Weight decay is part of the gradient: the objective is F_k + wd/2
-‖y‖², and c_k holds the mean of ∇F_k(y) + wd y. Means are plain, as in the paper.
+K is the number of all clients that can train (those of ``run.unseen`` never do). All control variates start at zero, so
+that c is the mean of all K clients' c_k in every round, absentees included. τ is the number of steps of this very client
+and η the learning rate of this round; with a schedule within the round, τη is the sum of the learning rates of the
+steps, and the mean is weighted by them. (x - y)/(τη) is the mean of the directions taken, so c_k⁺ is the mean gradient of
+the round only if a step is η times a gradient: momentum, AdamW, groups of other rates and clipping are refused. Weight
+decay is part of the gradient: the objective is F_k + wd/2 ‖y‖², and c_k holds the mean of ∇F_k(y) + wd y. Means are
+plain, as in the paper.
 
 Choices: a round in which the learning rate is 0 tells nothing of the gradients and leaves every c_k as it was.
 """

@@ -371,9 +371,9 @@ class Run:
         if total is None:
             return self.state.server
         replied = [self.weigh_client(self.federation.infos[i]) for i in results.aggregator.contributed]
-        return self.server_update(
-            total, ServerView(self.task, t, self.federation.key / "server" / t, replied), results
-        )
+        key = self.federation.key / "server" / t
+        view = ServerView(self.task, t, key, replied, unseen=self.draws.unseen)
+        return self.server_update(total, view, results)
 
     def server_update(self, total: Any, view: ServerView, results: RoundResults) -> Any:
         """The server's next state, given the total of the contributions."""

@@ -31,6 +31,8 @@ ABILITIES = {
 }
 """What may be done with updates, by the title of its column."""
 
+_WEIGHTS = "and robust rules put weights in their place"
+
 _MANY = 100_000
 """Examples of a client that would take other numbers of steps than one with a single example."""
 
@@ -83,10 +85,10 @@ def abilities(method: AnyMethod, task: Task) -> dict[str, str | None]:
     if not tree.tensors(upload):
         return dict.fromkeys(ABILITIES, "its clients send nothing")
     single = _single_replies(first.contribution(upload))
-    counts = _reads_examples(first, upload)
+    counts = _why_it_reads_examples(first, upload, "which stays with the client")
     return {
         "secure": single or _other_structures([*kinds.values()]) or counts,
-        "robust": single,
+        "robust": single or _why_it_reads_examples(first, upload, _WEIGHTS),
         "central": single or _not_central(trials, upload) or counts,
         "local": _sends_more(first, upload) or counts,
         "compression": _nothing_to_compress(first, upload),
@@ -114,6 +116,26 @@ def require_ability(method: AnyMethod, task: Task, ability: str, entry: str) -> 
         )
 
 
+def require_no_examples(method: AnyMethod, task: Task, entry: str) -> None:
+    """Raise an error if a server needs true numbers of examples, where robust rules put weights in their place.
+
+    Args:
+        method: which.
+        task: of the run.
+        entry: of the experiment that asks for the rule.
+
+    Raises:
+        TaskError: with the reason.
+    """
+    trial = _Trial(method, task, method.server_init(task), task.clients[0])
+    upload = trial.upload
+    if tree.tensors(upload) and (reason := _why_it_reads_examples(trial, upload, _WEIGHTS)) is not None:
+        raise TaskError(
+            f"{entry}: {method.title} cannot be used with it: {reason}.",
+            command="`fedlowrank list --trust` shows what each method can do.",
+        )
+
+
 def _single_replies(contribution: Any) -> str | None:
     seen = [
         path.strip("/") or "replies"
@@ -123,8 +145,14 @@ def _single_replies(contribution: Any) -> str | None:
     return f"its server must see single replies ({', '.join(seen)})" if seen else None
 
 
-def _reads_examples(trial: _Trial, upload: Any) -> str | None:
-    """Why a server needs the numbers of examples: its step is another one where all clients have equally many more."""
+def _why_it_reads_examples(trial: _Trial, upload: Any, where: str) -> str | None:
+    """Why a server needs the numbers of examples: its step is another one where all clients have equally many more.
+
+    Args:
+        trial: of the method.
+        upload: of its client.
+        where: why the server does not have them.
+    """
     one = dataclasses.replace(trial.client, examples=1)
 
     def total(_: str, leaf: Any) -> Any:
@@ -137,7 +165,7 @@ def _reads_examples(trial: _Trial, upload: Any) -> str | None:
     if all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(few, many, strict=True)):
         return None
     advice = "; set steps = N in the method, so that all take as many" if trial.method.steps is None else ""
-    return f"its server computes with each client's number of examples, which stays with the client{advice}"
+    return f"its server computes with each client's number of examples, {where}{advice}"
 
 
 def _other_structures(trials: list[_Trial]) -> str | None:

@@ -39,7 +39,7 @@ from ..core.errors import NonFiniteError
 from ..core.key import Key
 from ..core.tree import Params
 from ..training.tracing import trace_upload
-from .abilities import require_ability
+from .abilities import require_ability, require_no_examples
 from .compression import Compressed, compress, decompress, parse_stages, with_feedback
 from .privacy.accounting import default_count_noise, next_clip, split_noise
 from .privacy.budget import Budget
@@ -326,7 +326,7 @@ class Protected(MethodWrapper[ServerState, ClientState, Download, Upload]):
             total = total["method"]
         if self.is_central:
             total = self._add_noise(server, total["sum"], noise, view)
-            view = dataclasses.replace(view, replied=(), planned=self.expected / len(view.task.clients))
+            view = dataclasses.replace(view, replied=(), planned=self.expected)
         elif self.trust.privacy.kind == "local":
             view = dataclasses.replace(view, replied=[_unweighted(client) for client in view.replied])
         return ServerState(self.inner.server_update(server.inner, total, view), clip)
@@ -410,6 +410,8 @@ def protect(
     stages = parse_stages(trust.compression.uplink)
     if stages:
         require_ability(method, task, "compression", f"compression.uplink = {trust.compression.uplink!r}")
+    if rule != "mean":
+        require_no_examples(method, task, f"robust.rule = {rule!r}")
     if rule in ("median", "trimmed_mean", "geometric_median"):
         require_ability(method, task, "robust", f"robust.rule = {rule!r}")
     if trust.secure.on:

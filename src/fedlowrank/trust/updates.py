@@ -27,7 +27,7 @@ from ..core.errors import TaskError
 from ..core.tree import Params, TreeError
 from ..linalg.factored import Factored
 from ..linalg.matricize import dense_weights
-from ..linalg.pair import Pair
+from ..linalg.pair import Pair, zero_pad_pair
 
 _STEPS = 60
 """Halvings of an interval in [0, 1], to the precision of float64."""
@@ -61,7 +61,8 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
     """Walk the parts of an upload that are updates: floating tensors, pairs and factored matrices.
 
     Yields:
-        Its path, the part, and its reference: of the same form, or :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`.
+        Its path, the part (a pair of a smaller rank padded to that of its reference), and its reference: of the same
+        form, or :data:`~fedlowrank.core.contract.update.ZERO_REFERENCE`.
 
     Raises:
         TreeError: if the reference does not have the form of the upload.
@@ -84,6 +85,9 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
     if isinstance(upload, Factored) or products_of(upload):
         if not whole and type(reference) is not type(upload):
             raise TreeError(f"the reference at {path or 'its top'} is no {type(upload).__name__}")
+        if isinstance(upload, Pair) and isinstance(reference, Pair):
+            # of a pruned rank; with zeros in the place of the components that were left out
+            upload = zero_pad_pair(upload, reference.rank)
         yield path, upload, reference
         return
     children = tree.children(upload, path)

@@ -262,8 +262,10 @@ class ClientView:
             constants: further trees for the functions; no gradient is taken for them.
             precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
                 clipping, weight decay and momentum.
-            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate. Of
-                half precision all of it is in float32, and a step with its prox is rounded once.
+            prox: ``prox(params, lr, *constants)``, applied after every step with its learning rate, that of
+                parameters outside ``optimizer.groups``. With momentum β, a penalty keeps its weight λ if the
+                threshold is lr λ / (1 - β). Of half precision all of it is in float32, and a step with its prox
+                is rounded once.
             proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
                 before the rest.
             padded: dimensions in which clients differ, such as the LoRA rank, and are trained together all the same.
@@ -309,7 +311,8 @@ class ServerView:
         round: counted from 0.
         key: randomness of the server in this round.
         replied: clients whose replies contributed to the total, in the order of their identifiers.
-        planned: share of the clients in a round as it is planned, where the number of replies is private.
+        planned: number of clients in a round as it is planned, where the number of replies is private.
+        unseen: identifiers of clients that never train.
     """
 
     task: Task
@@ -317,11 +320,18 @@ class ServerView:
     key: Key
     replied: Sequence[ClientInfo] = ()
     planned: float | None = None
+    unseen: frozenset[int] = frozenset()
+
+    @property
+    def trainable(self) -> list[ClientInfo]:
+        """The clients that can train, absentees of the round included: those that a mean over all clients counts."""
+        return [c for c in self.task.clients if c.id not in self.unseen]
 
     @property
     def share(self) -> float:
-        """Share of all clients whose replies contributed."""
-        return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
+        """Share of the clients that can train whose replies contributed."""
+        count = len(self.replied) if self.planned is None else self.planned
+        return count / (len(self.task.clients) - len(self.unseen))
 
 
 AnyMethod: TypeAlias = Method[Any, Any, Any, Any]

@@ -39,6 +39,15 @@ def zero_router_logits(parts: Any) -> Tensor:
     return first.new_zeros(len(first), dtype=tree.wide_type(first.dtype))
 
 
+def refuse_router_group(optimizer: Optimizer, title: str) -> None:
+    """Raise ConfigError if ``optimizer.groups`` sets the router's θ, whose settings are those of the router."""
+    if "theta" in optimizer.groups:
+        raise ConfigError(
+            f"{title}: optimizer.groups.theta does nothing, for θ is the router's: it moves at router.lr, without weight "
+            "decay. Set router.lr, and leave optimizer.groups.theta out"
+        )
+
+
 def train_mixture(
     router: Router,
     parts: Parts,

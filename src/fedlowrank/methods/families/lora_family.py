@@ -352,7 +352,9 @@ def train_leaves(
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
     trains = any(lr for path, lr in rates if path.startswith(("/a/", "/b/")))
-    trains = trains and not optimizer.local_schedule.is_over(view.round)
+    # a schedule over rounds may have ended, whether counted in rounds or in steps
+    steps, schedule = view.steps("local"), optimizer.local_schedule
+    trains = trains and any(schedule.scale(t, steps, view.round) for t in range(steps))
     if trains and not _any_changed(lora_of(model), start, end):
         raise TaskError(
             f"{view.info.title}, round {view.round}: training changed no LoRA factor. No gradient "

@@ -1,0 +1,24 @@
+"""Models that a client's training reads and does not train, such as a teacher or the model received."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ...core.contract.model import Model
+
+
+@contextlib.contextmanager
+def in_inference_mode(model: Model) -> Iterator[None]:
+    """Put a model in evaluation mode within this block, as ``model.eval()``, and back into the mode of before.
+
+    Dropout draws nothing. Batch normalizations without running statistics go on to use the batch.
+    """
+    if not model.training:
+        yield
+        return
+    model.module.eval()
+    try:
+        yield
+    finally:
+        model.module.train()
