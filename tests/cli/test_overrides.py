@@ -12,7 +12,7 @@ import pytest
 from fedlowrank.cli.main import main
 from fedlowrank.config.comparison import plan_runs, read_varied
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.config.reading.merging import LaidTables, parse_override
+from fedlowrank.config.reading.merging import LaidTables, parse_override, parse_value, parse_variation
 from fedlowrank.config.tuning import lay_values
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.learning.optimizer import AdamW, Group
@@ -328,3 +328,33 @@ def test_a_field_with_dashes_is_told_how_it_is_set(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["run", "experiment.toml", "--run.rounds=3"])
     assert "set without dashes: run.rounds=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("run.rounds=1, 2", [1, 2]),
+        ("model.hidden=[8],[16,16]", [[8], [16, 16]]),
+        ("loss={ kind = 'focal', gamma = 1.0 },mse", [{"kind": "focal", "gamma": 1.0}, "mse"]),
+        ("data.path=\"a,b.csv\",'c,d.csv',e.csv", ["a,b.csv", "c,d.csv", "e.csv"]),
+        (r'name="a\",b",c', ['a",b', "c"]),
+        ("name=O'Neil,don't", ["O'Neil", "don't"]),
+        ("name=a[,b", ["a[", "b"]),
+    ],
+)
+def test_commas_in_brackets_and_quotes_belong_to_a_varied_value(text: str, values: list[Any]) -> None:
+    field, texts = parse_variation(text)
+    assert [parse_value(value, field) for value in texts] == values
+
+
+def test_lists_are_varied() -> None:
+    laid = LaidTables.read(Path(write(Path(), SMALL.replace('"linear"', '"mlp"'))))
+    vary = ["model.hidden=[8],[16,16]"]
+    runs = plan_runs(read_varied(laid, vary, ()), ["fedavg"], [0], vary, Path("out"), laid)
+    assert [run.experiment.model.hidden for run in runs] == [(8,), (16, 16)]
+    assert len({run.folder for run in runs}) == 2
+    # tables of results group runs by it
+    assert {*(tuple(run.vary.items()) for run in runs)} == {
+        (("model.hidden", "[8]"),),
+        (("model.hidden", "[16,16]"),),
+    }

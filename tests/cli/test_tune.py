@@ -175,14 +175,14 @@ def test_a_kind_in_the_grid_keeps_the_fields_in_the_file_wherever_it_stands() ->
     for kinds in (["adamw", "sgd"], ["sgd", "adamw"]):
         made = ExperimentConfig.parse(
             {
-                "compare": ["fedslr"],
-                "methods": {"fedslr": {"optimizer": {"momentum": 0.9}}},
+                "compare": ["fedavg"],
+                "methods": {"fedavg": {"optimizer": {"momentum": 0.9}}},
                 "tune": {"seeds": [7], "grid": {"optimizer.kind": kinds}},
             }
         )
         plan = plan_tuning(made, Path("out"))
         found = {
-            one.values["optimizer.kind"]: one.runs[0].experiment.build_method("fedslr").optimizer
+            one.values["optimizer.kind"]: one.runs[0].experiment.build_method("fedavg").optimizer
             for one in plan
         }
         assert (found["sgd"].kind, found["adamw"].kind) == ("sgd", "adamw")

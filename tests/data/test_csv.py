@@ -1,13 +1,17 @@
 """CSV and Parquet tables become features, classes and clients; a file that does not fit is refused by name."""
 
+from decimal import Decimal
+
 import numpy as np
 import pandas
 import pytest
 import sklearn.datasets
+import sklearn.preprocessing
 import torch
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import DataError
+from fedlowrank.data.dataset import ClientData, normalize, standardize_client
 from fedlowrank.data.datasets.csv_table import Csv
 
 TABLE = """hospital,age,smoker,ward,diagnosis
@@ -181,3 +185,91 @@ def test_rows_with_more_cells_than_names_are_refused_and_separators_at_their_end
     data = Csv(str(file), "y").load()
     assert data.train.x.tolist() == [[40, 1], [50, 2]]
     assert data.train.y.tolist() == [0, 1]
+
+
+def test_times_are_normalized_in_float64(tmp_path):
+    start = 1_700_000_000
+    seconds = start + np.array([0, 30, 60, 63, 7, 21])
+    frame = pandas.DataFrame({"age": [40, 50, 60, 70, 45, 55], "t": seconds, "y": [0, 1, 0, 1, 0, 1]})
+    frame.iloc[:4].to_csv(tmp_path / "a.csv", index=False)
+    frame.iloc[4:].to_csv(tmp_path / "b.csv", index=False)
+    data = Csv(str(tmp_path / "a.csv"), "y", test=str(tmp_path / "b.csv")).load()
+    for how, scaler in (
+        ("scale", sklearn.preprocessing.MinMaxScaler()),
+        ("standard", sklearn.preprocessing.StandardScaler()),
+    ):
+        found = normalize(data, how)
+        truth = scaler.fit_transform(frame[["age", "t"]].iloc[:4].astype("float64"))
+        np.testing.assert_allclose(found.train.x.numpy(), truth, atol=1e-6)
+        np.testing.assert_allclose(
+            found.test.x.numpy(), scaler.transform(frame[["age", "t"]].iloc[4:].astype("float64")), atol=1e-6
+        )
+    own = standardize_client(ClientData(*[normalize(data, "standard_per_client").train] * 3))
+    np.testing.assert_allclose(own.train.x.numpy(), truth, atol=1e-6)
+    with pytest.warns(UserWarning, match=r"column 't' of 'a'.*between 1700000000 and 1700000063"):
+        same = normalize(data, "none")
+    assert torch.equal(same.train.x, data.train.x)
+
+
+def test_parquet_columns_of_large_numbers_with_gaps(tmp_path):
+    pytest.importorskip("pyarrow")
+    values = pandas.array([123456789, None, 123456793, 123456791], dtype="Int64")
+    pandas.DataFrame({"ward": list("abab"), "id": values, "y": [0, 1, 0, 1]}).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    data = normalize(Csv(str(tmp_path / "a.parquet"), "y", missing="mean").load(), "scale")
+    assert data.columns == ("ward=a", "ward=b", "id")
+    assert data.train.x[:, 2].tolist() == [0, 0.5, 1, 0.5]
+
+
+@pytest.mark.parametrize(("value", "shown"), [("inf", "inf"), ("-1e40", r"-1e\+40")])
+def test_infinities_are_named(tmp_path, value, shown):
+    (tmp_path / "a.csv").write_text(f"age,x,y\n1,3,0\n2,{value},1\n3,4,0\n")
+    with pytest.raises(DataError, match=rf"'x' holds {shown} in row 2 of the data"):
+        Csv(str(tmp_path / "a.csv"), "y").load()
+    with pytest.raises(DataError, match=rf"'x' holds {shown} in row 2 of the data"):
+        Csv(str(tmp_path / "a.csv"), "x").load()
+
+
+def test_separators_of_thousands_have_two_readings(tmp_path):
+    (tmp_path / "a.csv").write_text('dose,y\n"1,234",a\n"12,345,678",b\n999,b\n')
+    with pytest.raises(DataError, match=r"'1,234', which may be 1234 .*thousands or 1\.234 with a decimal"):
+        Csv(str(tmp_path / "a.csv"), "y").load()
+    (tmp_path / "a.csv").write_text('dose,y\n"1,234",a\n"12,34",b\n')
+    with pytest.raises(DataError, match=r"with a decimal comma.*Set data\.decimal"):
+        Csv(str(tmp_path / "a.csv"), "y").load()
+
+
+@pytest.mark.parametrize("text", ["NA", "None"])
+def test_texts_that_count_as_empty_are_named(tmp_path, text):
+    (tmp_path / "a.csv").write_text(f"x,x,country,y\n1,1,DE,0\n\n2,1,{text},1\n3,1,,1\n")
+    with pytest.raises(
+        DataError, match=rf"'country' has 2 empty cells, the first in row 2 .*, which reads '{text}'"
+    ):
+        Csv(str(tmp_path / "a.csv"), "y").load()
+    (tmp_path / "a.csv").write_text("x,y\n1,0\n,1\n")
+    with pytest.raises(DataError, match=r"1 empty cell, in row 2 of the data\. Fill it in"):
+        Csv(str(tmp_path / "a.csv"), "y").load()
+
+
+def test_clients_are_read_as_text(tmp_path):
+    (tmp_path / "a.csv").write_text("site,x,y\n01,1,0\n1,2,1\n001,3,0\n01,4,1\n")
+    data = Csv(str(tmp_path / "a.csv"), "y", "site").load()
+    assert [data.natural_names[i] for i in data.natural] == ["01", "1", "001", "01"]
+    # plain numbers keep their order
+    (tmp_path / "a.csv").write_text("site,x,y\n10,1,0\n9,2,1\n100,3,0\n")
+    data = Csv(str(tmp_path / "a.csv"), "y", "site").load()
+    assert data.natural_names == ("9", "10", "100")
+    assert data.natural.tolist() == [1, 0, 2]
+
+
+def test_parquet_columns_of_lists_and_decimals(tmp_path):
+    pytest.importorskip("pyarrow")
+    frame = pandas.DataFrame({"dose": [Decimal("1.5"), Decimal("2.25"), None], "y": [0, 1, 0]})
+    frame.to_parquet(tmp_path / "a.parquet")
+    data = Csv(str(tmp_path / "a.parquet"), "y", missing="drop").load()
+    assert data.columns == ("dose",)
+    assert data.train.x.tolist() == [[1.5], [2.25]]
+    frame.assign(dose=[[1, 2], [2, 3], [3, 4]]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="'dose' holds several values in a cell, such as"):
+        Csv(str(tmp_path / "a.parquet"), "y").load()

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.data.datasets.images import Folder
+from fedlowrank.data.datasets.images import Folder, image_to_array
 from fedlowrank.data.describe import class_count_table
 
 CLIENTS = ("c1/cat/a", "c1/dog/b", "c2/cat/c", "c10/cat/d", "c10/cow/e")
@@ -155,3 +155,47 @@ def test_images_of_16_bits_are_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "cat" / "a.tif")
     with pytest.raises(DataError, match=r"a\.tif.*32 bits"):
         Folder(str(tmp_path), size=None, channels=1).load()
+
+
+@pytest.mark.parametrize(
+    ("names", "unused"),
+    [
+        (("train/cat/a", "test/cat/b", "val/cat/c", "cat/d"), "cat, val"),
+        (("train/cat/a", "cat/b"), "cat"),
+        (("c1/train/cat/a", "c1/test/cat/b", "c1/val/cat/c", "c2/train/cat/d"), "c1/val"),
+    ],
+)
+def test_folders_beside_the_parts_are_named(tmp_path: Path, names: tuple[str, ...], unused: str) -> None:
+    paint(tmp_path, *names)
+    notes = Folder(str(tmp_path)).load().notes
+    assert [note for note in notes if note.startswith("folders") and note.endswith(f"part: {unused}")]
+
+
+def test_images_are_upright(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    upright = np.random.default_rng(0).integers(0, 256, (6, 4), dtype=np.uint8)
+    for orientation, stored in ((6, np.rot90(upright, 1)), (3, np.rot90(upright, 2)), (2, upright[:, ::-1])):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        file = tmp_path / "cat" / "a.png"
+        Image.fromarray(np.ascontiguousarray(stored)).save(file, exif=exif)
+        made = Folder(str(tmp_path), size=None, channels=1).load().train.inputs
+        assert isinstance(made, torch.Tensor)
+        np.testing.assert_array_equal((made[0, 0] * 255).round().numpy(), upright)
+        with Image.open(file) as image:
+            np.testing.assert_array_equal(image_to_array(image, "a")[0], upright)
+
+
+def test_what_images_lose_is_said(tmp_path: Path) -> None:
+    paint(tmp_path, "cat/a")
+    assert len(Folder(str(tmp_path)).load().notes) == 1
+    frames = [Image.new("L", (2, 2), level) for level in (0, 128, 255)]
+    frames[0].save(tmp_path / "cat" / "b.gif", save_all=True, append_images=frames[1:])
+    Image.new("RGBA", (2, 2), (255, 0, 0, 9)).save(tmp_path / "cat" / "c.png")
+    assert Folder(str(tmp_path)).load().notes[1:] == (
+        "images that have several frames, of which the first is used: 1",
+        "images that have transparency, which is dropped: 1",
+    )
+    Image.fromarray(np.full((2, 2), 4095, np.uint16)).save(tmp_path / "cat" / "d.png")
+    with pytest.warns(UserWarning, match="1 images of 16 bits have no value above 4095"):
+        Folder(str(tmp_path)).load()

@@ -596,3 +596,33 @@ def test_the_head_of_a_regression_and_of_several_models() -> None:
     assert [a.head_name for a in made.architectures.values()] == ["1", None]
     named = make([(X, Y)], nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)), head="2")
     assert not named.choices
+
+
+def test_clients_of_one_name_in_a_data_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"site": [1, "1", 2, "1"] * 3, "a": range(12), "y": [0, 1] * 6})
+    with pytest.raises(
+        DataError, match=r"'site' has several values that read '1'.*\['site'\]\.astype\(str\)"
+    ):
+        make(frame, lambda: nn.Linear(1, 2), client="site", target="y")
+
+
+def test_clients_without_a_test_part_are_said() -> None:
+    random = np.random.default_rng(0)
+    clients = {f"c{n}": (random.normal(size=(n, 3)), np.arange(n) % 2) for n in (40, 3, 5, 6)}
+    with pytest.warns(
+        UserWarning, match=r"2 of 4 clients have no test part.*client 1 \(c3\), client 2 \(c5\)"
+    ):
+        made = Federation.from_arrays(clients, lambda: nn.Linear(3, 2))
+    assert [len(client.test) for client in made.clients] == [4, 0, 0, 1]
+    assert any("2 of 4 clients" in note for note in made.notes)
+    # any other warning is an error
+    Federation.from_arrays(clients, lambda: nn.Linear(3, 2), test=0.0)
+    Federation.from_arrays({"a": {"train": clients["c3"]}, "b": clients["c40"]}, lambda: nn.Linear(3, 2))
+
+
+def test_times_as_targets() -> None:
+    pandas = pytest.importorskip("pandas")
+    times = pandas.date_range("2020", periods=12).to_numpy()
+    with pytest.raises(DataError, match=r"client 0: the targets must be .*make a small number of times"):
+        make([(X, times)])

@@ -271,6 +271,30 @@ def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
     assert np.allclose((shares / size).var(0), variance, rtol=0.25)
 
 
+@pytest.mark.parametrize("alpha", [0.01, 1e-3, 1e-5, 1e-100])
+def test_equal_dirichlet_stays_skewed_where_its_mixture_underflows(alpha):
+    labels, clients, classes = np.repeat(np.arange(10), 500), 10, 10
+    found, truth = [], []
+    for seed in range(20):
+        parts = EqualDirichlet(clients, alpha).assign(labels, classes, Key((seed,)))
+        counts = np.array([np.bincount(labels[p], minlength=classes) for p in parts])
+        assert (counts.sum(0) == 500).all()
+        found.append((counts > 0).sum(1).mean())
+        # the documented rule with all mixtures in log space, which cannot underflow
+        random, left = np.random.default_rng(seed), np.bincount(labels)
+        for _ in range(clients):
+            logs = np.log(random.random(classes)) / max(alpha / classes, 1e-300)
+            own = np.zeros(classes, int)
+            while missing := 500 - own.sum():
+                remaining = np.where(left > own, logs, -np.inf)
+                weights = np.exp(remaining - remaining.max())
+                own = np.minimum(own + random.multinomial(missing, weights / weights.sum()), left)
+            truth.append((own > 0).sum())
+            left = left - own
+    assert abs(np.mean(found) - np.mean(truth)) < 0.15
+    assert np.mean(found) < 1.3
+
+
 def test_errors_say_what_to_change():
     with pytest.raises(DataError, match=r"none of 5 draws .* in the best one .* Raise partition\.alpha"):
         Dirichlet(50, 0.001, 30, max_redraws=5).assign(LABELS, 10, KEY)

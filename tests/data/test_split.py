@@ -95,7 +95,7 @@ def test_matched_has_the_mixture_of_the_client():
     assert torch.bincount(client.test.y, minlength=4).tolist() == [30, 10, 0, 0]
     assert len(set(ids(client.test))) == 40
     assert min(ids(client.test)) >= 10_000
-    assert client.notes == ()
+    assert all("belong to no client" in note for note in client.notes)
     own = [0, 4, 8, 1, 5, 2, 6]  # 3 a, 2 b, 2 c: of 10 test examples 4.29, 2.86, 2.86
     (client,) = make_clients(numbered(), FixedPartition(own), Matched(test_per_client=10), KEY)
     assert torch.bincount(client.test.y, minlength=4).tolist() == [4, 3, 3, 0]
@@ -104,8 +104,8 @@ def test_matched_has_the_mixture_of_the_client():
 def test_matched_says_when_the_test_part_runs_out():
     (client,) = make_clients(numbered(400, 8), FixedPartition([0, 4, 1]), Matched(test_per_client=9), KEY)
     assert torch.bincount(client.test.y).tolist() == [2, 2]
-    assert len(client.notes) == 2
-    assert "client 0: 2 test examples of class 'a' instead of 6" in client.notes[0]
+    assert len(client.notes) == 3
+    assert "client 0: 2 test examples of class 'a' instead of 6" in client.notes[1]
     with pytest.raises(DataError, match="client 1 gets no test example"):
         make_clients(numbered(400, 1), FixedPartition([0, 4], [1, 5]), Matched(), KEY)
 
@@ -210,7 +210,10 @@ def test_natural_clients_with_the_parts_together():
 
 def test_clients_with_too_little_are_named():
     first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), LocalSplit(), KEY)
-    assert first.notes == ("client 0: a single class, 'a'",)
+    assert first.notes == (
+        "359 of 400 training examples belong to no client",
+        "client 0: a single class, 'a'",
+    )
     assert second.notes == ()
     with pytest.raises(DataError, match="client 1 has 2 examples, too few for one in each of 3 parts"):
         make_clients(numbered(), FixedPartition(range(10), [11, 12]), LocalSplit(), KEY)

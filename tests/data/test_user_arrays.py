@@ -197,3 +197,9 @@ def test_inputs_that_the_model_does_not_take() -> None:
         federation(LABELS, model=nn.Linear(5, 3))
     with pytest.raises(TaskError, match=r"client 1: model model .* One example has the shape \[2\]\."):
         Federation.from_arrays([(X, LABELS), (X[:, :2], LABELS)], nn.Linear(4, 3))
+
+
+def test_arrays_of_other_lengths_in_a_file_name_it(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X.numpy(), y=LABELS.numpy()[:-1])
+    with pytest.raises(DataError, match=r"a\.npz': there are 11 labels, but the input holds 12 examples"):
+        Arrays(str(tmp_path / "a.npz")).load()

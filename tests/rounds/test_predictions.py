@@ -136,3 +136,23 @@ def test_what_cannot_be_predicted(ask: Any, error: type[Exception], says: str) -
     result = simulate("fedavg", federation(), rounds=1)
     with pytest.raises(error, match=says):
         ask(result)
+
+
+def test_inputs_of_another_scale_than_the_bytes_trained_on() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 4, 4)).astype("uint8")
+    data = [(pixels[i::2], np.arange(30) % 2) for i in range(2)]
+    made = Federation.from_arrays(data, lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 2)))
+    result = simulate("fedavg", made, rounds=1)
+    torch.testing.assert_close(result.predict(0, pixels), result.predict(0, pixels / 255))
+    for given in (pixels.astype("float32"), pixels.astype(int), -(pixels / 255)):
+        with pytest.raises(DataError, match=r"values from .* unsigned bytes, which are divided by 255"):
+            result.predict(0, given)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite(value: float) -> None:
+    result = simulate("fedavg", federation(), rounds=1)
+    x = torch.zeros(3, 6)
+    x[1, 2] = value
+    with pytest.raises(DataError, match=r"a NaN or an infinity in the inputs, in 1 of 3.*example 1"):
+        result.predict(0, x)

@@ -97,6 +97,8 @@ def share_data(experiment: FederationSettings) -> Shares:
     partition = partition.with_function() if isinstance(partition, OwnPartition) else partition
     if experiment.language is None:
         dataset = experiment.data.load(experiment.run.seed)
+        if experiment.data.is_own:
+            dataset = _note_unused_test(dataset, experiment.split)
     else:
         texts: Any = experiment.data.source.load()
         dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
@@ -123,9 +125,10 @@ def _note_unused_test(dataset: Dataset, split: Split) -> Dataset:
     """The data set, with a note where the split leaves its test part unused."""
     if dataset.test is None or split.official_test != "unused":
         return dataset
+    own = "" if dataset.natural_test is None else "'own_test' (each client on its own) or "
     note = (
         f"{len(dataset.test)} rows of the test part are not used: split 'local' divides the training part. Set split.kind "
-        "to 'whole_test' to test on them, or split.pool to 'all' to divide them, too"
+        f"to {own}'whole_test' to test on them, or split.pool to 'all' to divide them, too"
     )
     return dataclasses.replace(dataset, notes=(*dataset.notes, note))
 
@@ -193,7 +196,10 @@ def assemble(
     ranks = broadcast_ranks(experiment.lora.ranks, len(data))
     counts = [len(d.train) for d in data] if sizes is None else sizes
     cluster = experiment.concept.cluster
-    infos = [ClientInfo(i, n, names[i % len(names)], ranks[i], cluster(i)) for i, n in enumerate(counts)]
+    infos = [
+        ClientInfo(i, n, names[i % len(names)], ranks[i], cluster(i), data[i].name)
+        for i, n in enumerate(counts)
+    ]
     present = {i.architecture for i in infos}
     return Federation(
         data,
@@ -208,6 +214,7 @@ def assemble(
         shares.language,
         here,
         loss=experiment.loss,
+        feature_names={"": shares.columns} if shares.columns else {},
     )
 
 

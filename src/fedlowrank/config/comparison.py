@@ -22,7 +22,7 @@ class PlannedRun:
     Attributes:
         experiment: with the seed and the varied values of this run.
         name: of the method or variant.
-        vary: the varied fields and their values here.
+        vary: the varied fields and their values here; of lists and tables their text.
         folder: of the run.
     """
 
@@ -80,7 +80,7 @@ def plan_runs(
     found, laid = [], laid or LaidTables(experiment.to_dict())
     for texts in list_combinations(vary):
         label = "".join(f"-{field.rpartition('.')[2]}={text}" for field, text in texts.items())
-        values = {field: parse_value(text) for field, text in texts.items()}
+        values = {field: _label_value(text) for field, text in texts.items()}
         for seed in seeds:
             one = _join_varied(laid, texts).join([f"run.seed={seed}"])
             planned = experiment.parse_laid(one, methods[0], methods, experiment.allow_code)
@@ -88,6 +88,12 @@ def plan_runs(
                 planned.build_method(name)
                 found.append(PlannedRun(planned, name, values, out / f"{name}{label}-s{seed}"))
     return found
+
+
+def _label_value(text: str) -> Any:
+    """A varied value as tables name it: a number, a truth value or text."""
+    value = parse_value(text)
+    return text if isinstance(value, list | dict) else value
 
 
 def _join_varied(laid: LaidTables, texts: Mapping[str, str]) -> LaidTables:

@@ -68,12 +68,17 @@ class Arrays(CheckedFields):
         inputs = [self._inputs(_get(arrays, "x" + e, where), f"'x{e}' in {where}", types) for e in ends]
         targets, classes = _targets([_get(arrays, "y" + e, where) for e in ends], arrays, where)
         ids = [arrays.get("client" + end, arrays.get("client")), arrays.get("client_test")]
-        natural, natural_test = encode_clients(ids, f"the client ids in {where}")
-        train, *rest = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
+        (natural, natural_test), clients = encode_clients(ids, f"the client ids in {where}")
+        try:
+            train, *rest = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         test = rest[0] if rest else None
         said = [types.warning(), target_warning([train.y])]
         notes = tuple(note for note in said if note)
-        return Dataset(file.stem, train, test, classes, natural, natural_test, notes=notes)
+        return Dataset(
+            file.stem, train, test, classes, natural, natural_test, notes=notes, natural_names=clients
+        )
 
     def _inputs(self, x: np.ndarray, where: str, types: InputTypes) -> Tensor:
         if self.layout != "as_is":
@@ -135,15 +140,20 @@ def _encode_dense(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tu
     return labels, tuple(map(str, range(1 + largest)))
 
 
-def encode_clients(parts: list[np.ndarray | None], where: str) -> list[Tensor | None]:
-    """Encode client ids, whole numbers or text; the same text gets the same number in all parts."""
+def encode_clients(parts: list[np.ndarray | None], where: str) -> tuple[list[Tensor | None], tuple[str, ...]]:
+    """Encode client ids, whole numbers or text; the same text gets the same number in all parts.
+
+    Returns:
+        The ids of each part; and the names of the clients if they are text.
+    """
     texts = [part for part in parts if part is not None and part.dtype.kind == "U"]
     if not texts:
-        return [None if part is None else _to_int64(part, where) for part in parts]
+        return [None if part is None else _to_int64(part, where) for part in parts], ()
     if any(part is not None and (part.dtype.kind != "U" or part.ndim != 1) for part in parts):
         raise DataError(f"{where} must be whole numbers [n] or text [n], the same in all parts.")
     names = np.unique(np.concatenate(texts))
-    return [None if part is None else torch.from_numpy(np.searchsorted(names, part)) for part in parts]
+    found = [None if part is None else torch.from_numpy(np.searchsorted(names, part)) for part in parts]
+    return found, tuple(map(str, names))
 
 
 def _targets(

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ..core.contract.task import client_title
 from ..core.errors import DataError
 from ..core.key import Key
 from .dataset import ClientData, Dataset, Examples
 from .partitioning.apportion import IntArray, Parts
 from .partitioning.own_partition import PartitionFunction, as_partition
 from .partitioning.partition import Partition
-from .partitioning.split import Pool, Split
+from .partitioning.split import OwnTest, Pool, Split
 
 
 def make_clients(
@@ -29,7 +30,9 @@ def make_clients(
 
     Returns:
         The data of each client in the order of the partition, in tensors of their own. Clients that are
-        tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class.
+        tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class; those of
+        the first client also say how many examples belong to no client. Clients that are the natural ones have
+        their names.
 
     Raises:
         DataError: if the split needs a test part that the data set lacks, if the partition fails, or if a
@@ -40,18 +43,32 @@ def make_clients(
             f"data set {dataset.name!r} has no official test part, which this split needs. Use split 'local'."
         )
     pool, rule = Pool(dataset), as_partition(partition)
+    parts = _assign(pool, rule, split, key / "partition")
+    names = _name_clients(pool, parts)
     clients = []
-    for client, own in enumerate(_assign(pool, rule, split, key / "partition")):
+    tested = np.zeros(len(pool.labels), dtype=bool)
+    for client, own in enumerate(parts):
         if len(own) == 0:
             raise DataError(f"client {client} has no examples. Use fewer clients or a less skewed partition.")
-        positions = split.divide(pool, own, client, key / "split" / client)
+        try:
+            positions = split.divide(pool, own, client, key / "split" / client)
+        except DataError as error:
+            if not names[client]:
+                raise
+            raise DataError(f"{error} It is {names[client]!r}.") from error
         if len(positions.train) == 0:
-            raise DataError(f"client {client} has no training data. Raise its number of examples.")
+            raise DataError(
+                f"{client_title(client, names[client])} has no training data. Raise its number of examples."
+            )
+        tested[positions.test] = True
         notes = positions.notes
         if pool.names and (labels := pool.labels[own]).min() == (first := labels[0]) == labels.max():
-            notes = (f"client {client}: a single class, {pool.names[first]!r}", *notes)
+            title = client_title(client, names[client])
+            notes = (f"{title}: a single class, {pool.names[first]!r}", *notes)
         train, val, test = (_take(pool, part) for part in (positions.train, positions.val, positions.test))
-        clients.append(ClientData(train, val, test, notes))
+        clients.append(ClientData(train, val, test, notes, name=names[client]))
+    if unused := _note_unused(pool, parts, split, tested):
+        clients[0] = replace(clients[0], notes=(*unused, *clients[0].notes))
     return clients
 
 
@@ -91,6 +108,37 @@ def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
     except DataError as error:
         raise DataError(f"split 'test_share', the official test part: {error}") from error
     return [np.concatenate([own, test + n]) for own, test in zip(parts, tests, strict=True)]
+
+
+def _name_clients(pool: Pool, parts: Parts) -> list[str]:
+    """The name of each client if every one is a natural client of its own, else empty names."""
+    natural, names = pool.dataset.natural, pool.dataset.natural_names
+    nameless = [""] * len(parts)
+    if natural is None or not names or names == tuple(map(str, range(len(names)))):
+        return nameless
+    ids = natural.numpy()
+    # of a client without training examples the split says so
+    found = [np.unique(ids[own[own < pool.train_size]]) for own in parts]
+    if any(len(own) != 1 or own[0] < 0 for own in found) or len({int(own[0]) for own in found}) < len(parts):
+        return nameless
+    return [names[int(own[0])] for own in found]
+
+
+def _note_unused(pool: Pool, parts: Parts, split: Split, tested: np.ndarray) -> list[str]:
+    """Notes on the examples that belong to no client; ``tested`` are the positions of all test parts."""
+    n, assigned = pool.train_size, np.zeros(len(pool.labels), dtype=bool)
+    for own in parts:
+        assigned[own] = True
+    groups = {"training": assigned[:n]}
+    if split.official_test == "merged":
+        groups = {"": assigned}
+    elif isinstance(split, OwnTest):
+        groups["test"] = tested[n:]
+    return [
+        f"{unused} of {len(used)} {kind} examples belong to no client".replace("  ", " ")
+        for kind, used in groups.items()
+        if (unused := int((~used).sum()))
+    ]
 
 
 def _take(pool: Pool, index: IntArray) -> Examples:

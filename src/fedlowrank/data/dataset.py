@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.key import Key
+from .input_types import warn_of_rounding
 from .partitioning.checks import check_finite_values, chunks, describe_array
 from .pixels import Pixels
 
@@ -116,6 +118,7 @@ class ClientData:
         notes: warnings for the reader of results, e.g. that there is a single class.
         quarter_turns: by how many counter-clockwise quarter turns the images of all three parts were rotated,
             for :meth:`fedlowrank.data.augment.Augment.apply`.
+        name: as the data name it, such as a hospital; empty where clients have only numbers.
     """
 
     train: Examples
@@ -123,6 +126,22 @@ class ClientData:
     test: Examples
     notes: tuple[str, ...] = ()
     quarter_turns: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class WideColumn:
+    """A column of a table whose values float32 cannot tell apart, such as seconds since 1970.
+
+    Attributes:
+        name: of the column.
+        place: of its input, counted from 0.
+        parts: its values, float64 [n], of the training part and of the test part, if there is one.
+    """
+
+    name: str
+    place: int
+    parts: tuple[npt.NDArray[np.float64], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +162,7 @@ class Dataset:
         strata_names: names of the strata; stratum k means ``strata_names[k]``.
         notes: warnings for the reader of results, e.g. how many texts were truncated.
         natural_names: names of the natural clients; client k is ``natural_names[k]``. Empty where they have none.
+        wide_columns: columns of a table that :func:`normalize` maps in float64.
 
     Raises:
         DataError: on construction: an empty part, labels out of range, inputs or targets that are not finite,
@@ -160,6 +180,7 @@ class Dataset:
     strata_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     natural_names: tuple[str, ...] = ()
+    wide_columns: tuple[WideColumn, ...] = ()
 
     def __post_init__(self) -> None:
         name = f"data set {self.name!r}"
@@ -222,20 +243,23 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
     statistics of the others, and of those training examples that a split makes its validation or test
     examples. :func:`standardize_client` has neither leak.
     Axis 1 of the inputs holds the channels (of images [n, C, H, W]) or the features (of tables [n, d]).
-    Constant values become 0.
+    Constant values become 0. Columns of a table whose values float32 cannot tell apart are first shifted in float64,
+    so that their smallest training value is 0; with ``none`` they get a warning.
 
     Args:
         dataset: a data set with one input tensor.
-        how: ``none`` returns ``dataset`` itself; ``scale`` maps the smallest training value to 0 and the
+        how: ``none`` changes nothing; ``scale`` maps the smallest training value to 0 and the
             largest to 1 (one map for all channels of an image, which keeps its colors; one per feature of a
             table); ``standard`` gives each channel or feature mean 0 and standard deviation 1;
-            ``standard_per_client`` returns ``dataset`` itself, for :func:`standardize_client`.
+            ``standard_per_client`` leaves the rest to :func:`standardize_client`.
 
     Raises:
         ConfigError: for another ``how``, or if the inputs are a dictionary (token ids have no range).
     """
     if how not in get_args(Normalization):
         raise ConfigError(f"unknown normalization {how!r}. " + did_you_mean(how, get_args(Normalization)))
+    if dataset.wide_columns:
+        dataset = _keep_rounded(dataset) if how == "none" else _shift_columns(dataset)
     if how in ("none", "standard_per_client"):
         return dataset
     x = dataset.train.inputs
@@ -246,6 +270,27 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
     if test is not None and isinstance(test.inputs, Tensor):
         test = Examples((test.inputs - shift).div_(width), test.y)
     return replace(dataset, train=Examples((x - shift).div_(width), dataset.train.y), test=test)
+
+
+def _keep_rounded(dataset: Dataset) -> Dataset:
+    """The data set as it is, with a warning for each column that float32 rounds too much."""
+    for column in dataset.wide_columns:
+        warn_of_rounding(column.parts[0], f"the column {column.name!r} of {dataset.name!r}")
+    return replace(dataset, wide_columns=())
+
+
+def _shift_columns(dataset: Dataset) -> Dataset:
+    """Subtract the smallest training value of each wide column, in float64."""
+    parts = [dataset.train] if dataset.test is None else [dataset.train, dataset.test]
+    shifted = []
+    for k, examples in enumerate(parts):
+        assert isinstance(examples.inputs, Tensor)
+        x = examples.inputs.clone()
+        for column in dataset.wide_columns:
+            values = column.parts[k] - column.parts[0].min()
+            x[:, column.place] = torch.from_numpy(values.astype(np.float32))
+        shifted.append(Examples(x, examples.y))
+    return replace(dataset, train=shifted[0], test=shifted[1] if shifted[1:] else None, wide_columns=())
 
 
 def standardize_client(client: ClientData) -> ClientData:

@@ -56,9 +56,11 @@ def class_count_table(
     sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
     all_counts = np.vstack([counts, counts.sum(axis=0)])
     columns = [max(len(name), len(str(all_counts[-1, c]))) + 2 for c, name in enumerate(names)]
-    has_columns = len(names) <= _MAX_COLUMNS and sum(columns) + 32 <= width
+    titles = [f"{i} ({client.name})" if client.name else str(i) for i, client in enumerate(clients)]
+    longest = max((len(client.name) for client in clients), default=0)
+    has_columns = len(names) <= _MAX_COLUMNS and sum(columns) + 32 + longest <= width
     table = [["client", "train", "val", "test", *(names if has_columns else ["classes"])]]
-    labels = [*map(str, range(len(clients))), "all"]
+    labels = [*titles, "all"]
     for label, size, row in zip(labels, np.vstack([sizes, sizes.sum(axis=0)]), all_counts, strict=True):
         empty = "0" if label == "all" else "."
         cells = [str(n) if n else empty for n in row] if has_columns else [str(np.count_nonzero(row))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from .partitioning.partitions import read_partitions
 from .pixels import Pixels, pack
 from .targets import check_scores, fit_loss
 from .user_data.columns import Columns
+from .user_data.feature_names import FeatureNames, match_columns
 from .user_data.user_arrays import (
     TARGET_WARNINGS,
     class_names,
@@ -42,6 +43,7 @@ from .user_data.user_arrays import (
     first_input,
     label_warning,
     target_warning,
+    untested_warning,
 )
 from .user_data.user_clients import read_user_clients
 from .user_data.user_labels import number_labels, number_words
@@ -96,6 +98,9 @@ class Federation:
         choices: what :meth:`from_arrays` chose where the user did not: types of inputs, heads.
         loss: what every method minimizes and every evaluation reports: a :class:`fedlowrank.Loss`, its name, or a
             function ``loss(scores, targets)`` that gives one number for each example.
+        feature_names: names of the columns of inputs that were given as data frames, by the name of the input;
+            a single input has the empty name. Predictions match data frames by them.
+        byte_inputs: names of the inputs that were given as unsigned bytes, which are divided by 255.
     """
 
     clients: Sequence[ClientData]
@@ -112,6 +117,8 @@ class Federation:
     remarks: tuple[str, ...] | None = None
     choices: tuple[str, ...] = ()
     loss: Loss = AUTO
+    feature_names: FeatureNames = field(default_factory=dict)
+    byte_inputs: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
@@ -404,13 +411,13 @@ class Federation:
                 random. Parts of your own are a dict of these under ``train`` and optionally ``val`` and
                 ``test``, or a tuple ``(train, test)`` or ``(train, val, test)``. Arrays are tensors, numpy
                 arrays, data frames or lists; x may be a dict of them, which the model gets as keyword
-                arguments. Arrays of unsigned bytes are pixels and are divided by 255; other inputs become
-                float32 and keep their values. Whole numbers stay whole, int64, where the model looks them up:
-                it takes them, and has an ``nn.Embedding`` or refuses float32. See
-                :mod:`fedlowrank.data.input_types`. Labels are whole numbers, truth values or text. Text is
-                numbered in sorted order. Whole numbers stay if each is a place among the model's scores;
-                else they are numbered in sorted order, with a warning. Real targets ``y [n, d]`` make a
-                regression, with d = 1 for a single number.
+                arguments. Data frames are matched by the names of their columns. Arrays of unsigned bytes
+                are pixels and are divided by 255; other inputs become float32 and keep their values. Whole
+                numbers stay whole, int64, where the model looks them up: it takes them, and has an
+                ``nn.Embedding`` or refuses float32. See :mod:`fedlowrank.data.input_types`. Labels are
+                whole numbers, truth values or text. Text is numbered in sorted order. Whole numbers stay if
+                each is a place among the model's scores; else they are numbered in sorted order, with a
+                warning. Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
             model: a module (its parameters are the initial ones), a factory of modules (initialized from the
                 seed), or several of them by name. A module is used as it is, but its parameters, buffers,
                 attributes and modes are not changed here. It is called on single examples to find out what
@@ -446,9 +453,10 @@ class Federation:
             TaskError: if a model does not fit.
         """
         key = Key((seed,))
-        given, classes_given = number_words(
-            read_user_clients(clients, Columns(client, target, features, split), key), classes
+        given, feature_names = match_columns(
+            read_user_clients(clients, Columns(client, target, features, split), key)
         )
+        given, classes_given = number_words(given, classes)
         loss = as_loss(loss).with_function()
         titles = [one.title for one in given]
         models = model if isinstance(model, Mapping) else {"model": model}
@@ -465,7 +473,11 @@ class Federation:
             if not choices:
                 raise
             raise TaskError(f"{error} {' '.join(choices)}") from error
-        said = [types.warning(), target_warning([d.train.y for d in data]) if loss.kind == "auto" else None]
+        said = [
+            types.warning(),
+            target_warning([d.train.y for d in data]) if loss.kind == "auto" else None,
+            untested_warning(given, data, test),
+        ]
         if classes_given is None:
             data, classes_given, note = number_labels(data, _outputs(architectures), loss)
             said.append(note or label_warning([e.y for d in data for e in (d.train, d.val, d.test)]))
@@ -507,6 +519,8 @@ class Federation:
             augment=augment,
             choices=tuple(choices),
             loss=loss,
+            feature_names=feature_names,
+            byte_inputs=types.scaled,
         )
         for note in (*notes, *(made.remarks or ())):
             warn_user(note)

@@ -62,9 +62,7 @@ def warn_of_rounding(x: NDArray[Any], where: str) -> None:
         return
     columns = x.reshape(len(x), -1).astype(np.float64)
     low, high = columns.min(0), columns.max(0)
-    with np.errstate(invalid="ignore", over="ignore"):
-        span, largest = high - low, np.maximum(np.abs(low), np.abs(high))
-        narrow = (span > 0) & (span < _FEWEST * np.finfo(np.float32).eps * largest)
+    narrow = are_rounded(columns)
     if narrow.any():
         place = int(narrow.argmax())
         name = "the inputs" if columns.shape[1] == 1 else f"the inputs of column {place}"
@@ -72,6 +70,15 @@ def warn_of_rounding(x: NDArray[Any], where: str) -> None:
             f"{where}: {name} lie between {low[place]:.15g} and {high[place]:.15g}. Models compute in float32, which has at most "
             f"{_FEWEST} numbers there. Subtract {low[place]:.15g} from all first"
         )
+
+
+def are_rounded(columns: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether float32 has fewer than 1000 numbers in the range of a column ``[n, columns]``, by column."""
+    low, high = columns.min(0), columns.max(0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        span, largest = high - low, np.maximum(np.abs(low), np.abs(high))
+        narrow: NDArray[np.bool_] = (span > 0) & (span < _FEWEST * np.finfo(np.float32).eps * largest)
+    return narrow
 
 
 def convert_named_input(x: Tensor, whole: torch.dtype | None = None) -> Tensor:
@@ -111,6 +118,11 @@ class InputTypes:
     named: Mapping[str, torch.dtype] = field(default_factory=dict)
     _scaled: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
     _others: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict, init=False)
+
+    @property
+    def scaled(self) -> frozenset[str]:
+        """Names of the inputs that were unsigned bytes and are divided by 255; a single input has the empty name."""
+        return frozenset(self._scaled)
 
     def convert(self, x: Tensor, where: str, name: str = "") -> Tensor:
         """Inputs in the type that a model gets; see :func:`convert_inputs`.

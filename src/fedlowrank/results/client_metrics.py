@@ -25,19 +25,19 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.learning.losses import AUTO, Loss
 from ..data.dataset import Examples
 
-Outputs = NDArray[np.float64]
+Reals = NDArray[np.float64]
 Labels = NDArray[Any]
 
 BINS = 15
 """Bins of equal width of the expected calibration error, as in Guo et al. (arXiv:1706.04599)."""
 
 
-def softmax(scores: Outputs) -> Outputs:
+def softmax(scores: Reals) -> Reals:
     """Probabilities ``[n, classes]`` of scores."""
     # scores of a model that diverged give NaN
     with np.errstate(invalid="ignore"):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-        found: Outputs = powers / powers.sum(axis=1, keepdims=True)
+        found: Reals = powers / powers.sum(axis=1, keepdims=True)
     return found
 
 
@@ -59,15 +59,15 @@ class Metric:
     """
 
     about: str
-    compute: Callable[[Outputs, Labels], float | None]
+    compute: Callable[[Reals, Labels], float | None]
     task: Literal["classes", "regression", "labels", "any"] = "classes"
     bounds: tuple[float, float] = (0.0, 1.0)
     above: int = 0
-    of_labels: Callable[[Outputs, Labels], float | None] | None = None
+    of_labels: Callable[[Reals, Labels], float | None] | None = None
     lower_is_better: bool | None = False
 
 
-def _f1(average: Literal["macro", "weighted"], scores: Outputs, labels: Labels) -> float:
+def _f1(average: Literal["macro", "weighted"], scores: Reals, labels: Labels) -> float:
     hits, labeled, predicted = _counts(scores, labels)
     # of the classes that are a label or a prediction, as scikit-learn averages
     known = labeled + predicted > 0
@@ -75,25 +75,25 @@ def _f1(average: Literal["macro", "weighted"], scores: Outputs, labels: Labels) 
     return float(np.average(f1, weights=labeled[known] if average == "weighted" else None))
 
 
-def _micro_f1(scores: Outputs, labels: Labels) -> float:
+def _micro_f1(scores: Reals, labels: Labels) -> float:
     """Of one label an example it is the accuracy."""
     return float((scores.argmax(1) == labels).mean())
 
 
-def _intersection_over_union(scores: Outputs, labels: Labels) -> float:
+def _intersection_over_union(scores: Reals, labels: Labels) -> float:
     """Mean over the classes that are a label or a prediction: hits / (labeled + predicted - hits)."""
     hits, labeled, predicted = _counts(scores, labels)
     known = labeled + predicted > 0
     return float((hits[known] / (labeled + predicted - hits)[known]).mean())
 
 
-def _count_labels(scores: Outputs, targets: Labels) -> tuple[Labels, Labels, Labels]:
+def _count_labels(scores: Reals, targets: Labels) -> tuple[Labels, Labels, Labels]:
     """Of each class how often it is rightly present, present, and predicted to be present."""
     is_present, is_predicted = targets > 0.5, scores > 0
     return (is_present & is_predicted).sum(0), is_present.sum(0), is_predicted.sum(0)
 
 
-def _f1_of_labels(average: Literal["macro", "weighted"], scores: Outputs, targets: Labels) -> float | None:
+def _f1_of_labels(average: Literal["macro", "weighted"], scores: Reals, targets: Labels) -> float | None:
     hits, present, predicted = _count_labels(scores, targets)
     # scikit-learn sets the F1 score of a class that is never present nor predicted to 0
     f1 = 2 * hits / np.maximum(present + predicted, 1)
@@ -102,19 +102,19 @@ def _f1_of_labels(average: Literal["macro", "weighted"], scores: Outputs, target
     return float(f1.mean())
 
 
-def _micro_f1_of_labels(scores: Outputs, targets: Labels) -> float | None:
+def _micro_f1_of_labels(scores: Reals, targets: Labels) -> float | None:
     hits, present, predicted = (int(n.sum()) for n in _count_labels(scores, targets))
     return 2 * hits / (present + predicted) if present + predicted else None
 
 
-def _intersection_of_labels(scores: Outputs, targets: Labels) -> float:
+def _intersection_of_labels(scores: Reals, targets: Labels) -> float:
     hits, present, predicted = _count_labels(scores, targets)
     # scikit-learn sets the index of a class that is never present nor predicted to 0
     return float((hits / np.maximum(present + predicted - hits, 1)).mean())
 
 
 def _mean_of_labels(
-    of: Callable[[NDArray[np.bool_], Outputs], float], scores: Outputs, targets: Labels
+    of: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, targets: Labels
 ) -> float | None:
     """Mean of a metric of each class; None where a class is present in all examples or in none."""
     is_present = targets > 0.5
@@ -123,13 +123,13 @@ def _mean_of_labels(
     return float(np.mean([of(is_present[:, c], scores[:, c]) for c in range(scores.shape[1])]))
 
 
-def _balanced_accuracy(scores: Outputs, labels: Labels) -> float:
+def _balanced_accuracy(scores: Reals, labels: Labels) -> float:
     hits, labeled, _ = _counts(scores, labels)
     present = labeled > 0
     return float((hits[present] / labeled[present]).mean())
 
 
-def _counts(scores: Outputs, labels: Labels) -> tuple[Labels, Labels, Labels]:
+def _counts(scores: Reals, labels: Labels) -> tuple[Labels, Labels, Labels]:
     """Of each class how many examples are right, have it as label, and are predicted to have it."""
     chosen, classes = scores.argmax(1), scores.shape[1]
     hits, labeled, predicted = (
@@ -138,7 +138,7 @@ def _counts(scores: Outputs, labels: Labels) -> tuple[Labels, Labels, Labels]:
     return hits, labeled, predicted
 
 
-def log_odds(scores: Outputs) -> Outputs:
+def log_odds(scores: Reals) -> Reals:
     """Log-odds ``[n, classes]`` of each class against all others: z_c - log Σ_j≠c exp(z_j).
 
     They have the order of the softmax probabilities without rounding to 0 or 1. Rows with the same scores in
@@ -163,7 +163,7 @@ def log_odds(scores: Outputs) -> Outputs:
 
 
 def _one_versus_rest(
-    of: Callable[[NDArray[np.bool_], Outputs], float], scores: Outputs, labels: Labels
+    of: Callable[[NDArray[np.bool_], Reals], float], scores: Reals, labels: Labels
 ) -> float | None:
     """Mean over the classes present of a metric of each class against all others; None for one class.
 
@@ -178,14 +178,14 @@ def _one_versus_rest(
     return float(np.mean([of(labels == c, ranking[:, c]) for c in present]))
 
 
-def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Outputs) -> float:
+def _area_under_roc(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
     """Share of pairs of a positive and a negative example in order, ties half: Mann-Whitney's U."""
     positive, negative = ranking[is_positive], np.sort(ranking[~is_positive])
     below, not_above = (np.searchsorted(negative, positive, side) for side in ("left", "right"))
     return float((below + not_above).mean() / 2 / len(negative))
 
 
-def _average_precision(is_positive: NDArray[np.bool_], ranking: Outputs) -> float:
+def _average_precision(is_positive: NDArray[np.bool_], ranking: Reals) -> float:
     """Sum over thresholds of the precision times the step of recall."""
     order = np.argsort(-ranking, kind="stable")
     hits, ranked = np.cumsum(is_positive[order]), ranking[order]
@@ -195,7 +195,7 @@ def _average_precision(is_positive: NDArray[np.bool_], ranking: Outputs) -> floa
     return float((np.diff(hits[last], prepend=0) * precision).sum() / hits[-1])
 
 
-def _top(k: int, scores: Outputs, labels: Labels) -> float:
+def _top(k: int, scores: Reals, labels: Labels) -> float:
     """Share of examples whose class is among the first k; of equal scores the higher class number comes first."""
     own = np.take_along_axis(scores, labels[:, None], axis=1)
     is_later = np.arange(scores.shape[1]) > labels[:, None]
@@ -203,7 +203,7 @@ def _top(k: int, scores: Outputs, labels: Labels) -> float:
     return float((before.sum(1) < k).mean())
 
 
-def _calibration_error(scores: Outputs, labels: Labels) -> float:
+def _calibration_error(scores: Reals, labels: Labels) -> float:
     """Expected calibration error of the highest probability, in bins (a, b] of equal width."""
     confidence = softmax(scores).max(1)
     gaps = (scores.argmax(1) == labels) - confidence
@@ -211,15 +211,15 @@ def _calibration_error(scores: Outputs, labels: Labels) -> float:
     return float(np.abs(np.bincount(place, gaps, BINS)).sum() / len(labels))
 
 
-def _root_mean_square(outputs: Outputs, targets: Labels) -> float:
+def _root_mean_square(outputs: Reals, targets: Labels) -> float:
     return math.sqrt(np.square(outputs - targets).mean())
 
 
-def _mean_absolute(outputs: Outputs, targets: Labels) -> float:
+def _mean_absolute(outputs: Reals, targets: Labels) -> float:
     return float(np.abs(outputs - targets).mean())
 
 
-def _determination(outputs: Outputs, targets: Labels) -> float | None:
+def _determination(outputs: Reals, targets: Labels) -> float | None:
     """R² of each target, and the mean of these; None for one example, or a target that does not vary."""
     spread = np.square(targets - targets.mean(0)).sum(0)
     if (targets == targets[0]).all(0).any():
@@ -428,7 +428,7 @@ _TASKS = {
 }
 
 
-def compute(name: str, metric: Metric, scores: Outputs, labels: Labels) -> float | None:
+def compute(name: str, metric: Metric, scores: Reals, labels: Labels) -> float | None:
     """The value of a metric on a set of examples.
 
     Returns:

@@ -214,13 +214,34 @@ def _split_name(name: str) -> list[str]:
 def parse_variation(text: str) -> tuple[str, list[str]]:
     """Split ``section.field=v1,v2,...`` into the field's name and the texts of its values.
 
+    Commas in brackets and in quotes belong to a value, as in ``model.hidden=[8],[16,16]``.
+
     Raises:
         ConfigError: if it has another form.
     """
     name, sign, values = text.partition("=")
     if not (sign and values and name.strip()):
         raise ConfigError(f"vary takes section.field=v1,v2,..., such as run.rounds=10,20; not {text!r}")
-    return name.strip(), [value.strip() for value in values.split(",")]
+    return name.strip(), [value.strip() for value in _split_values(values)]
+
+
+def _split_values(text: str) -> list[str]:
+    """Split at commas outside of brackets and quotes; at all commas if one of these is not closed."""
+    values, depth, quote, is_escaped = [""], 0, "", False
+    for character in text:
+        if character == "," and not depth and not quote:
+            values.append("")
+            continue
+        if quote:
+            quote = "" if character == quote and not is_escaped else quote
+        # in a word, as in O'Neil, it is an apostrophe
+        elif character in "\"'" and (depth or not values[-1].strip()):
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        is_escaped = character == "\\" and not is_escaped and quote == '"'
+        values[-1] += character
+    return text.split(",") if depth or quote else values
 
 
 def parse_value(text: str, name: str = "value") -> Any:

@@ -6,16 +6,22 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
 from ...core.arguments.switch import refuse_unread_field
 from ...core.errors import ConfigError
+from ...data.arrays import Arrays
 from ...data.dataset import Dataset, Normalization, normalize
 from ...data.datasets.bundled import Digits
+from ...data.datasets.csv_table import Csv
+from ...data.datasets.huggingface import HuggingFace
+from ...data.datasets.images import Folder
 from ...data.datasets.shakespeare import Shakespeare
 from ...data.datasets.synthetic import LowRankTeacher, Synthetic
+from ...data.download.data_files import expand_path
 from ...data.partitioning.concept import Concept, NaturalClusters
 from ...data.sources import SOURCES
 from ...data.text.text_sources import TEXT_SOURCES
@@ -24,6 +30,8 @@ from ..reading.parsing import build, build_tagged, print_fields, print_tagged, r
 T = TypeVar("T")
 DEFAULT_SOURCE = "digits"
 """The source of a section that names none."""
+
+_OWN_SOURCES = Arrays, Csv, Folder, HuggingFace
 
 _TEST_FIELDS = ("test", "test_split", "test_share", "held_out_category")
 """Fields of sources of texts that choose a test part."""
@@ -109,6 +117,11 @@ class DataSettings:
         return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
 
     @property
+    def is_own(self) -> bool:
+        """Whether the source reads the user's own data, which are no texts."""
+        return isinstance(self.source, _OWN_SOURCES)
+
+    @property
     def names_test(self) -> bool:
         """Whether fields of the source choose a test part."""
         return any(getattr(self.source, name, None) for name in _TEST_FIELDS)
@@ -121,6 +134,8 @@ class DataSettings:
     def load(self, seed: int) -> Dataset:
         """Read and normalize the data set; the last one is kept for the next run of a comparison.
 
+        It is read again when a file at its path has changed.
+
         Args:
             seed: of the run, for synthetic data that are drawn by it.
 
@@ -129,7 +144,7 @@ class DataSettings:
         """
         by_run = getattr(self.source, "seed", None) == "run"
         source = dataclasses.replace(self.source, seed=seed) if by_run else self.source
-        return _load(source, self.preparation.normalize)
+        return _load(source, self.preparation.normalize, _stamp_files(source))
 
     def check(self, concept: Concept) -> None:
         """Refuse what would make another task of a synthetic regression, or of texts, without a word.
@@ -157,6 +172,18 @@ class DataSettings:
             )
 
 
+def _stamp_files(source: Any) -> tuple[tuple[str, int, int], ...]:
+    """Path, time of the last change in nanoseconds and size of each file that a source reads."""
+    roots = [getattr(source, name, None) for name in ("path", "test")]
+    found = []
+    for root in (Path(expand_path(text)).absolute() for text in roots if isinstance(text, str)):
+        files = root.rglob("*") if root.is_dir() else [root]
+        for file in sorted(file for file in files if file.is_file()):
+            status = file.stat()
+            found.append((str(file), status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
 @functools.lru_cache(maxsize=1)
-def _load(source: Any, how: Normalization) -> Dataset:
+def _load(source: Any, how: Normalization, files: tuple[tuple[str, int, int], ...]) -> Dataset:  # noqa: ARG001 - key
     return normalize(source.load(), how)

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from ...core.arguments.field_checks import CheckedFields
 from ...core.errors import DataError, did_you_mean
 from ...core.io.text import explain_encoding
-from ..dataset import Dataset, Examples
+from ..dataset import Dataset, Examples, WideColumn
 from ..download.data_files import check_file, expand_path
+from ..input_types import are_rounded
 from ..user_data.user_arrays import target_warning
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _MISSING = "missing"
 # Share of a text column's values, above which they are taken for numbers that pandas could not read.
 _MOST = 0.9
 _COMMA_NUMBER = re.compile(r"\s*[+-]?\d*(,\d+)?([eE][+-]?\d+)?\s*")
+_THOUSANDS = re.compile(r"\s*[+-]?(\d{1,3}(,\d{3})+|\d{1,3})\s*")
 _MAX_NAMES = 12
 
 
@@ -53,7 +56,8 @@ class Csv(CheckedFields):
         path: the file, also with ``.gz``. Parquet needs ``pip install 'fedlowrank[huggingface]'``.
         label: column of the targets. Text, truth values and whole numbers are classes, in sorted order; real
             numbers are a regression.
-        client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None.
+        client: column of the natural clients (a hospital, a writer), for partition ``natural``, or None. It is
+            read as text: 1 and 01 are two clients.
         features: columns of the inputs, in this order; by default all but the label and the client, in the
             order of the file.
         test: a file with the test part, with the same columns, or None.
@@ -90,9 +94,7 @@ class Csv(CheckedFields):
             DataError: if a file cannot be read, a column does not exist, or a cell cannot be used; the
                 message names the column and the row.
         """
-        tables = [
-            _read(path, self.decimal, self.separator) for path in (self.path, self.test) if path is not None
-        ]
+        tables = [self._read(path) for path in (self.path, self.test) if path is not None]
         features = self.features or tuple(
             str(name) for name in tables[0].columns if name not in (self.label, self.client)
         )
@@ -112,18 +114,33 @@ class Csv(CheckedFields):
         encoded = [self._encode(name, [table[name] for table in tables]) for name in features]
         inputs = [torch.cat([values[k] for values, _ in encoded], dim=1) for k in range(len(tables))]
         columns = tuple(column for _, names in encoded for column in names)
+        wide = _find_wide(tables, columns)
         targets, classes = self._targets([table[self.label] for table in tables])
         natural: list[Tensor | None] = [None, None]
+        clients: tuple[str, ...] = ()
         if self.client is not None:
-            natural = [*_number([table[self.client] for table in tables])[0], None]
+            numbers, clients = _number_clients([table[self.client] for table in tables])
+            natural = [*numbers, None]
         train, *test = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
         if said := target_warning([train.y]):
             notes += (said,)
         name = Path(self.path).name.split(".")[0]
         official = test[0] if test else None
         return TableDataset(
-            name, train, official, classes, natural[0], natural[1], notes=notes, columns=columns
+            name,
+            train,
+            official,
+            classes,
+            natural[0],
+            natural[1],
+            notes=notes,
+            natural_names=clients,
+            wide_columns=wide,
+            columns=columns,
         )
+
+    def _read(self, path: str) -> DataFrame:
+        return _read(path, self.decimal, self.separator, self.client)
 
     def _check_columns(self, table: DataFrame, features: Sequence[str]) -> None:
         where = f"{table.attrs['path']!r}"
@@ -142,7 +159,33 @@ class Csv(CheckedFields):
                 )
                 count = int(empty.sum())
                 cells = "1 empty cell," if count == 1 else f"{count} empty cells, the first"
-                raise DataError(f"{where}: the column {name!r} has {cells} in row {row} of the data. {cure}")
+                text = self._cell_text(table.attrs["path"], name, row)
+                reads = f", which reads {text!r} and counts as empty" if text else ""
+                cure += " As a category write it in another way." if text else ""
+                raise DataError(
+                    f"{where}: the column {name!r} has {cells} in row {row} of the data{reads}. {cure}"
+                )
+        for name in features:
+            _refuse_lists(table[name], where)
+        for name in (self.label, *features):
+            _refuse_infinities(table[name], where)
+
+    def _cell_text(self, path: str, name: str, row: int) -> str:
+        """The text of a cell that counts as empty; empty for one without text."""
+        if ".parquet" in Path(path).suffixes:
+            return ""
+        import pandas
+
+        texts = pandas.read_csv(
+            path,
+            sep=_separator(path, self.separator),
+            skipinitialspace=True,
+            index_col=False,
+            dtype=str,
+            keep_default_na=False,
+            nrows=row,
+        )
+        return str(texts[name].iloc[row - 1]).strip() if len(texts) == row else ""
 
     def _encode(self, name: str, parts: list[Series]) -> tuple[list[Tensor], list[str]]:
         """The inputs of one column, [n, 1] of numbers or [n, values] of text, and their names."""
@@ -198,6 +241,7 @@ class Csv(CheckedFields):
         if _is_number(column):
             return
         values = [(row, str(value)) for row, value in enumerate(column, 1) if not _is_missing(value)]
+        self._refuse_thousands(column, [value for _, value in values])
         others = [(row, value) for row, value in values if not _COMMA_NUMBER.fullmatch(value)]
         numbers = [value for _, value in values if _COMMA_NUMBER.fullmatch(value)]
         example = next((value for value in numbers if "," in value), None)
@@ -213,6 +257,17 @@ class Csv(CheckedFields):
         raise DataError(
             f"{self.path!r}: the column {column.name!r} holds numbers with a decimal comma, such as "
             f"{example!r}, which would become categories. {cure}"
+        )
+
+    def _refuse_thousands(self, column: Series, values: Sequence[str]) -> None:
+        """Refuse a text column of whole numbers whose commas may separate thousands."""
+        example = next((value.strip() for value in values if "," in value), None)
+        if example is None or not all(_THOUSANDS.fullmatch(value) for value in values):
+            return
+        raise DataError(
+            f"{self.path!r}: the column {column.name!r} holds numbers with a comma, such as {example!r}, which may be "
+            f"{example.replace(',', '')} with a separator of thousands or {example.replace(',', '.', 1)} with a decimal comma. "
+            'Write thousands without commas; set data.decimal = "," only if these are decimals.'
         )
 
     def _classes(self, parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
@@ -235,6 +290,65 @@ def _number(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
         arrays = [array.astype(str) for array in arrays]
     values = np.unique(np.concatenate(arrays))
     return [torch.from_numpy(np.searchsorted(values, array)) for array in arrays], tuple(map(str, values))
+
+
+def _number_clients(parts: list[Series]) -> tuple[list[Tensor], tuple[str, ...]]:
+    """The number of each client, int64 [n], and the clients' names; numbers are in their order, text is sorted.
+
+    Names that are equal as numbers, such as "1" and "01", are different clients.
+    """
+    import pandas
+
+    if any(_is_number(part) for part in parts):
+        return _number(parts)
+    texts = [part.astype(str) for part in parts]
+    names = pandas.Series(pandas.unique(pandas.concat(texts, ignore_index=True)))
+    numbers = pandas.to_numeric(names, errors="coerce")
+    if numbers.isna().any() or numbers.nunique() < len(names):
+        return _number(texts)
+    order = names.iloc[np.argsort(numbers.to_numpy(), kind="stable")]
+    place = {name: i for i, name in enumerate(order)}
+    found = [torch.from_numpy(text.map(place).to_numpy(dtype=np.int64).copy()) for text in texts]
+    return found, tuple(map(str, order))
+
+
+def _find_wide(tables: Sequence[DataFrame], columns: Sequence[str]) -> tuple[WideColumn, ...]:
+    """The columns of numbers whose values float32 cannot tell apart."""
+    found = []
+    for place, name in enumerate(columns):
+        if name not in tables[0].columns or not all(_is_number(table[name]) for table in tables):
+            continue
+        values = tables[0][name].to_numpy(dtype=np.float64)
+        mean = np.nanmean(values)
+        parts = [table[name].to_numpy(dtype=np.float64, na_value=mean) for table in tables]
+        if are_rounded(parts[0][:, None])[0]:
+            found.append(WideColumn(name, place, tuple(parts)))
+    return tuple(found)
+
+
+def _refuse_lists(column: Series, where: str) -> None:
+    """Refuse a column of a Parquet file with several values in a cell."""
+    if column.dtype.kind != "O":
+        return
+    example = next((value for value in column if value is not None), None)
+    if isinstance(example, np.ndarray | list | dict | tuple):
+        raise DataError(
+            f"{where}: the column {column.name!r} holds several values in a cell, such as {str(example)[:60]}. Save each value "
+            "as a column of its own, or leave the column out: name the others in data.features."
+        )
+
+
+def _refuse_infinities(column: Series, where: str) -> None:
+    """Refuse a column of numbers with an infinity, or a number too large for float32."""
+    if not _is_number(column):
+        return
+    values = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    wrong = np.flatnonzero(np.abs(values) > np.finfo(np.float32).max)
+    if len(wrong):
+        raise DataError(
+            f"{where}: the column {column.name!r} holds {values[wrong[0]]:g} in row {wrong[0] + 1} of the data, which is "
+            "infinite or too large for float32. Correct it or leave the cell empty."
+        )
 
 
 def _list_columns(table: DataFrame, features: Sequence[str]) -> tuple[str, ...]:
@@ -263,7 +377,11 @@ def _is_number(column: Series) -> bool:
     return column.dtype.kind in "biuf"
 
 
-def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
+def _separator(path: str, separator: str | None) -> str:
+    return separator or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
+
+
+def _read(path: str, decimal: str, separator: str | None, client: str | None) -> DataFrame:
     # Imported here, because that takes as long as many other imports of the package.
     import pandas
 
@@ -274,14 +392,19 @@ def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
     check_file(file)
     try:
         if kind == "parquet":
-            table = pandas.read_parquet(file)
+            table = _with_floats(pandas.read_parquet(file))
         else:
-            sep = separator or ("\t" if kind == "tsv" else ",")
+            sep = _separator(file.name, separator)
             with warnings.catch_warnings():
                 # of cells that are dropped, unless they are empty; without index_col, the first cells would be names of the rows
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
                 table = pandas.read_csv(
-                    file, sep=sep, decimal=decimal, skipinitialspace=True, index_col=False
+                    file,
+                    sep=sep,
+                    decimal=decimal,
+                    skipinitialspace=True,
+                    index_col=False,
+                    dtype=None if client is None else {client: str},
                 )
     except pandas.errors.ParserWarning as error:
         _refuse_single_column(pandas.read_csv(file, sep=sep, nrows=0), file)
@@ -299,6 +422,17 @@ def _read(path: str, decimal: str, separator: str | None) -> DataFrame:
         raise DataError(f"{str(file)!r} holds no rows.")
     _refuse_single_column(table, file)
     table.attrs["path"] = str(file)
+    return table
+
+
+def _with_floats(table: DataFrame) -> DataFrame:
+    """A table of a Parquet file with its decimal numbers as float64."""
+    for name in table.columns:
+        if table[name].dtype.kind != "O":
+            continue
+        known = table[name].dropna()
+        if len(known) and all(isinstance(value, Decimal) for value in known):
+            table[name] = table[name].astype(np.float64)
     return table
 
 

@@ -16,7 +16,7 @@ from ..arrays import convert_array, encode_clients, encode_labels, to_float32
 from ..dataset import Dataset, Examples
 from ..input_types import InputTypes
 from .hub import open_dataset
-from .images import check_image_settings, stack_images
+from .images import ImageLosses, check_image_settings, stack_images
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,13 @@ class HuggingFace(CheckedFields):
         parts = [found] if isinstance(found, library.Dataset) else self._splits(found)
         (train, *test), classes, notes = self.read_parts(library, parts)
         ids = [None if self.client is None else _values(part, self.client) for part in parts]
-        natural = [*encode_clients(ids, f"the column {self.client!r}"), None]
+        numbers, clients = encode_clients(ids, f"the column {self.client!r}")
+        natural = [*numbers, None]
         name = Path(self.path).name or self.path
         test_part = test[0] if test else None
-        return Dataset(name, train, test_part, classes, natural[0], natural[1], notes=notes)
+        return Dataset(
+            name, train, test_part, classes, natural[0], natural[1], notes=notes, natural_names=clients
+        )
 
     def read_parts(
         self, library: Any, parts: Sequence[Any]
@@ -93,9 +96,9 @@ class HuggingFace(CheckedFields):
                     hint = did_you_mean(column, part.features)
                     raise DataError(f"{self.path!r} has no column {column!r}. {hint}")
         columns = self._columns(library, parts[0])
-        types = InputTypes()
-        inputs = [self._inputs(library, part, columns, types) for part in parts]
-        notes = (said,) if (said := types.warning()) else ()
+        types, losses = InputTypes(), ImageLosses()
+        inputs = [self._inputs(library, part, columns, types, losses) for part in parts]
+        notes = ((said,) if (said := types.warning()) else ()) + losses.report()
         labels, classes = self._labels(library, parts)
         return [Examples(x, y) for x, y in zip(inputs, labels, strict=True)], classes, notes
 
@@ -122,12 +125,14 @@ class HuggingFace(CheckedFields):
             raise DataError(f"{self.path!r} has no column of images or numbers ({kinds}). Set data.features.")
         return images or numbers
 
-    def _inputs(self, library: Any, part: Any, columns: list[str], types: InputTypes) -> Tensor:
+    def _inputs(
+        self, library: Any, part: Any, columns: list[str], types: InputTypes, losses: ImageLosses
+    ) -> Tensor:
         where = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
         if len(columns) == 1 and isinstance(part.features[columns[0]], library.Image):
             images = (row[columns[0]] for row in part.select_columns(columns))
             names = [f"image {i} (counted from 0)" for i in range(len(part))]
-            return stack_images(images, names, self.size, self.channels)
+            return stack_images(images, names, self.size, self.channels, losses)
         values = [_values(part, column) for column in columns]
         if len(values) > 1 and any(v.ndim != 1 for v in values):
             raise DataError(f"{where}: several columns must hold single numbers. Name one of lists alone.")

@@ -86,7 +86,8 @@ def find_images(root: Path, layout: FolderLayout) -> FoundImages:
             kind_of_test: FolderLayout = "client_class" if of_clients else "class"
             test, _ = _read_part(test_folder, kind_of_test if layout == "auto" else layout)
     elif layout != "class" and _has_parts_of_clients(root):
-        train, test, kind = *_read_clients_with_parts(root), "client_class"
+        train, test, unused = _read_clients_with_parts(root)
+        kind = "client_class"
     else:
         train, kind = _read_part(root, layout)
         test = None
@@ -98,9 +99,7 @@ def find_images(root: Path, layout: FolderLayout) -> FoundImages:
     clients = tuple(sorted(names, key=_with_numbers))
     notes = _describe(root, kind, clients, classes, train, test)
     if unused:
-        notes += (
-            f"folders that are not used, for there is {test_folder and test_folder.name!r}: {_list(unused)}",
-        )
+        notes += (f"folders that are not used, for others are the training and test part: {_list(unused)}",)
     return FoundImages(train, test, classes, clients, notes)
 
 
@@ -146,20 +145,22 @@ def _has_parts_of_clients(root: Path) -> bool:
     return all(has_train.values())
 
 
-def _read_clients_with_parts(root: Path) -> tuple[list[ImageFile], list[ImageFile] | None]:
+def _read_clients_with_parts(root: Path) -> tuple[list[ImageFile], list[ImageFile] | None, list[str]]:
     train: list[ImageFile] = []
     tests: list[ImageFile] = []
+    unused: list[str] = []
     for client in _folders(root):
-        own, own_test, _ = _parts(client, _folders(client))
+        own, own_test, others = _parts(client, _folders(client))
+        unused += [f"{client.name}/{name}" for name in others]
         if own is not None:
             train += _client_images(own, client.name)
         if own_test is not None:
             tests += _client_images(own_test, client.name)
-    return train, tests or None
+    return train, tests or None, unused
 
 
 def _parts(folder: Path, folders: Iterable[Path]) -> tuple[Path | None, Path | None, list[str]]:
-    """The folders of the training and test part, and the names of further parts that are not used."""
+    """The folders of the training and test part, and the names of the others, which are not used."""
     by_name = {f.name.lower(): f for f in folders}
     train = next((by_name[name] for name in _TRAIN_NAMES if name in by_name), None)
     tests = [by_name[name] for name in _TEST_NAMES if name in by_name]
@@ -167,7 +168,8 @@ def _parts(folder: Path, folders: Iterable[Path]) -> tuple[Path | None, Path | N
         if len(tests) > 1 and len(tests) == len(by_name):
             raise DataError(f"{str(folder)!r} holds {_list(f.name for f in tests)}, but no folder 'train'.")
         return None, None, []
-    return train, tests[0] if tests else None, [f.name for f in tests[1:]]
+    test = tests[0] if tests else None
+    return train, test, [f.name for f in by_name.values() if f not in (train, test)]
 
 
 def _client_images(folder: Path, client: str) -> list[ImageFile]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from ...core.arguments.bounds import check_minimum
 from ...core.arguments.field_checks import CheckedFields
-from ...core.errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError, warn_user
 from ..dataset import Dataset, Examples
 from ..download.data_files import check_folder
 from ..input_types import scale_bytes
@@ -19,6 +20,51 @@ from .image_folders import FolderLayout, FoundImages, ImageFile, find_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+_ORIENTATION = 0x0112
+"""The EXIF tag of how a camera was held."""
+
+_DARK = 2**15
+"""The upper 8 bits of 16-bit images below it use less than half of the levels."""
+
+
+@dataclass
+class ImageLosses:
+    """What is lost of images when they become bytes, over all parts of a data set.
+
+    Attributes:
+        animated: number of images with several frames, of which the first is used.
+        transparent: number of images with transparency, which is dropped.
+        deep: number of images of 16 bits, whose lower 8 bits are dropped.
+        deepest: largest value of the images of 16 bits.
+    """
+
+    animated: int = 0
+    transparent: int = 0
+    deep: int = 0
+    deepest: int = 0
+
+    def add(self, image: Image) -> None:
+        """Count an image, as it was opened."""
+        self.animated += getattr(image, "n_frames", 1) > 1
+        self.transparent += image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+        if image.mode.startswith("I;16"):
+            self.deep += 1
+            self.deepest = max(self.deepest, int(np.asarray(image).max()))
+
+    def report(self) -> tuple[str, ...]:
+        """Notes on what was lost; warns of images that become nearly black."""
+        if self.deep and self.deepest < _DARK:
+            warn_user(
+                f"the {self.deep} images of 16 bits have no value above {self.deepest}, and of 16 bits the upper 8 are kept: "
+                "they become dark and lose most levels. Scale their values to 0..65535, or save them with 8 bits."
+            )
+        counts = (
+            (self.animated, "have several frames, of which the first is used"),
+            (self.transparent, "have transparency, which is dropped"),
+        )
+        return tuple(f"images that {what}: {count}" for count, what in counts if count)
 
 
 @dataclass(frozen=True)
@@ -59,20 +105,30 @@ class Folder(CheckedFields):
                 lacks.
         """
         root = check_folder(self.path)
-        found = find_images(root, self.layout)
-        train, natural = self._read_part(found, found.train)
-        test, natural_test = (None, None) if found.test is None else self._read_part(found, found.test)
+        found, losses = find_images(root, self.layout), ImageLosses()
+        train, natural = self._read_part(found, found.train, losses)
+        test, natural_test = (
+            (None, None) if found.test is None else self._read_part(found, found.test, losses)
+        )
         return Dataset(
-            root.resolve().name, train, test, found.classes, natural, natural_test, notes=found.notes
+            root.resolve().name,
+            train,
+            test,
+            found.classes,
+            natural,
+            natural_test,
+            notes=(*found.notes, *losses.report()),
+            natural_names=found.clients,
         )
 
     def _read_part(
-        self, found: FoundImages, files: Sequence[ImageFile]
+        self, found: FoundImages, files: Sequence[ImageFile], losses: ImageLosses
     ) -> tuple[Examples, torch.Tensor | None]:
         """The images of a part, and the number of each one's client."""
         pillow = import_pillow()
         names = [f"image {str(file.path)!r}" for file in files]
-        x = stack_images((pillow.open(file.path) for file in files), names, self.size, self.channels)
+        images = (pillow.open(file.path) for file in files)
+        x = stack_images(images, names, self.size, self.channels, losses)
         labels = {name: i for i, name in enumerate(found.classes)}
         clients = {name: i for i, name in enumerate(found.clients)}
         y = torch.tensor([labels[file.label] for file in files], dtype=torch.int64)
@@ -98,7 +154,11 @@ def import_pillow() -> Any:
 
 
 def stack_images(
-    images: Iterator[Image], names: Sequence[str], size: int | None, channels: int
+    images: Iterator[Image],
+    names: Sequence[str],
+    size: int | None,
+    channels: int,
+    losses: ImageLosses,
 ) -> torch.Tensor:
     """Convert images of pillow, opened one at a time, to float32 [n, channels, height, width] in [0, 1].
 
@@ -107,6 +167,7 @@ def stack_images(
         names: their names for messages.
         size: height and width of the result, or None to keep the common size.
         channels: 3 for color, 1 for gray levels.
+        losses: counts what is lost.
 
     Raises:
         DataError: if an image cannot be decoded, or if sizes differ and ``size`` is None.
@@ -116,6 +177,7 @@ def stack_images(
     for i, name in enumerate(names):
         try:
             with next(images) as image:
+                losses.add(image)
                 converted = _to_bytes(image, name).convert("L" if channels == 1 else "RGB")
             if size is not None and converted.size != (size, size):
                 converted = converted.resize((size, size), pillow.Resampling.BILINEAR)
@@ -157,7 +219,10 @@ def image_to_array(image: Image, name: str) -> np.ndarray:
 
 
 def _to_bytes(image: Image, name: str) -> Image:
-    """An image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
+    """An upright image of 8 bits a channel; of 16 bits the upper 8 are kept, where pillow would clip at 255."""
+    # the call alone would copy the pixels
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        image = import_module("PIL.ImageOps").exif_transpose(image)
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
         made: Image = import_pillow().fromarray((values // 256).astype(np.uint8))

@@ -215,7 +215,7 @@ def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int)
                     known[id(part), c] = concept.transform(part, c, classes)
             train, val, test = (known[id(part), c] for part in parts)
             notes = tuple(note + concept.note(c) for note in data.notes)
-            data = ClientData(train, val, test, notes, concept.quarter_turns(c))
+            data = ClientData(train, val, test, notes, concept.quarter_turns(c), data.name)
         out.append(data)
     return out
 

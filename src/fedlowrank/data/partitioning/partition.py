@@ -158,26 +158,46 @@ class EqualDirichlet(CheckedFields):
             generator = (key / "client" / client).numpy()
             mixture = np.zeros(classes)
             mixture[present] = generator.dirichlet(self.alpha * prior[present])
-            counts[client] = self._draw_counts(mixture, left, n // self.clients, generator)
+            counts[client] = self._draw_counts(
+                mixture, self.alpha * prior, left, n // self.clients, generator
+            )
             left = left - counts[client]
         shuffled = shuffle_classes(labels, classes, (key / "order").numpy())
         return deal_classes([positions[::-1] for positions in shuffled], counts)
 
     @staticmethod
-    def _draw_counts(mixture: FloatArray, left: IntArray, size: int, random: np.random.Generator) -> IntArray:
+    def _draw_counts(
+        mixture: FloatArray,
+        concentration: FloatArray,
+        left: IntArray,
+        size: int,
+        random: np.random.Generator,
+    ) -> IntArray:
         """Counts of each class among ``size`` draws without replacement, [classes].
 
         Draws beyond the remaining examples of a class are drawn again, which has the distribution of single
-        draws.
+        draws. Where the mixture of all remaining classes underflows, it is drawn anew from their Dirichlet
+        distribution, in log space: the renormalized mixture of some classes does not depend on the others.
         """
-        counts = np.zeros_like(left)
+        counts, logs = np.zeros_like(left), None
         while (missing := size - int(counts.sum())) > 0:
             weights = np.where(left > counts, mixture, 0.0)
             if weights.sum() <= 0:
-                # The mixture of all remaining classes underflows: draw in proportion to what remains.
-                weights = (left - counts).astype(np.float64)
+                logs = _draw_log_gamma(concentration, random) if logs is None else logs
+                remaining = np.where(left > counts, logs, -np.inf)
+                weights = np.exp(remaining - remaining.max())
             counts = np.minimum(counts + random.multinomial(missing, weights / weights.sum()), left)
         return counts
+
+
+def _draw_log_gamma(shape: FloatArray, random: np.random.Generator) -> FloatArray:
+    """Logarithms of gamma variates: log G(a) = log G(a + 1) + log(U) / a, at least the smallest float64."""
+    lowest = np.finfo(np.float64).min
+    logs = np.full(len(shape), lowest)
+    a = shape[shape > 0]
+    with np.errstate(over="ignore"):
+        logs[shape > 0] = np.log(random.gamma(a + 1)) + np.log(random.random(len(a))) / a
+    return np.maximum(logs, lowest)
 
 
 @dataclass(frozen=True)

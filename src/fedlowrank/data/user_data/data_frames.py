@@ -29,8 +29,8 @@ def clients_of_frame(frame: DataFrame, columns: Columns) -> list[tuple[str, dict
     """The clients of one data frame, sorted by name.
 
     Returns:
-        For each client its name, and a pair of inputs ``[n, features]`` and targets by part; under the empty
-        name if the frame has no column of parts.
+        For each client its name, and a pair of a data frame of inputs ``[n, features]`` and targets by part; under
+        the empty name if the frame has no column of parts.
 
     Raises:
         DataError: if a column does not exist, is no column of numbers, or has empty cells.
@@ -67,11 +67,17 @@ def clients_of_frame(frame: DataFrame, columns: Columns) -> list[tuple[str, dict
         found.append((str(key), pairs))
     if not found:
         raise DataError("the DataFrame has no rows")
+    names = [name for name, _ in found]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DataError(
+            f"the column {columns.client!r} has several values that read {repeated[0]!r}, such as a number and a text, so two "
+            f"clients would have one name. Give them one type: frame[{columns.client!r}].astype(str)"
+        )
     return found
 
 
 def pair_of_frame(frame: DataFrame, columns: Columns, who: str) -> tuple[Any, Any]:
-    """Inputs and targets of one client's data frame; ``who`` is the client, for messages."""
+    """Inputs, a data frame, and targets of one client's data frame; ``who`` is the client, for messages."""
     targets, features = _choose(frame, columns, [], f"{who}: its DataFrame")
     return _pair_of(frame, targets, features, f"{who}: ")
 
@@ -109,7 +115,7 @@ def _pair_of(frame: DataFrame, targets: Sequence[Any], features: Sequence[Any], 
                 f"{who}the target {name!r} has {_count(empty, 'empty cell')}, first in row {_first(frame[name].isna())!r}. "
                 f"Leave such rows out: frame.dropna(subset=[{name!r}])."
             )
-    x = frame_inputs(frame[[*features]], who)
+    x = frame[[*features]]
     if len(targets) > 1:
         return x, frame_inputs(frame[[*targets]], who).astype(np.float64)
     y = frame[targets[0]]
@@ -165,7 +171,10 @@ def _encoding(column: Series) -> str:
         return f"Make a number of it: frame[{column.name!r}].dt.total_seconds()"
     if all(isinstance(value, int | float) for value in column.dropna()):
         return f"Give it a type of numbers, frame[{column.name!r}].astype(float)"
-    return f"Encode it, frame = pandas.get_dummies(frame, columns=[{column.name!r}], dtype=float)"
+    return (
+        "Encode it in one frame of all clients, so that all get the same columns, frame = "
+        f"pandas.get_dummies(frame, columns=[{column.name!r}], dtype=float)"
+    )
 
 
 def _zone(column: Series) -> str | None:

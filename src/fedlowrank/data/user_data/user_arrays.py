@@ -42,6 +42,10 @@ TARGET_WARNINGS = ONE_HOT_WARNING, MULTI_HOT_WARNING, BINARY_WARNING
 """Warnings of targets that another loss than the default fits better."""
 
 
+_SHOWN = 5
+"""Clients that a message lists."""
+
+
 def client_from_arrays(
     given: GivenClient,
     client: int,
@@ -78,6 +82,29 @@ def client_from_arrays(
     order = torch.randperm(n, generator=(key / "split" / client).generator())
     val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
+
+
+def untested_warning(given: Sequence[GivenClient], data: Sequence[ClientData], test: float) -> str | None:
+    """What a user should know of clients whose share for the test rounds to no example, or None.
+
+    Args:
+        given: the clients as they were given.
+        data: their data.
+        test: the share.
+    """
+    if not test:
+        return None
+    lacking = [
+        one.title for one, own in zip(given, data, strict=True) if "" in one.parts and not len(own.test)
+    ]
+    if not lacking:
+        return None
+    shown = ", ".join(lacking[:_SHOWN]) + (", ..." if len(lacking) > _SHOWN else "")
+    have = "client has" if len(lacking) == 1 else "clients have"
+    return (
+        f"{len(lacking)} of {len(data)} {have} no test part, for a share of {test:g} of so few examples rounds to none: "
+        f"{shown}. Means of test scores leave them out. Raise test=, or give parts of your own."
+    )
 
 
 def examples_from_arrays(
@@ -133,6 +160,8 @@ def _advice(array: Any, values: np.ndarray) -> str:
     """What to pass instead of an array that holds no numbers."""
     if hasattr(array, "toarray"):
         return "a sparse matrix is given as toarray()"
+    if values.dtype.kind in "mM":
+        return "make a small number of times, the same for all clients, such as days since a fixed date"
     items = values.ravel().tolist() if values.dtype.kind == "O" else []
     if items and all(isinstance(item, int | float) for item in items):
         return "give x.astype(float)"

@@ -15,8 +15,11 @@ from ...core.contract.client_model import Predictor
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.learning.losses import Loss
 from ...data.dataset import Examples, Inputs
+from ...data.federation import Federation
 from ...data.input_types import convert_inputs, convert_named_input
-from ...data.partitioning.checks import describe_array
+from ...data.partitioning.checks import check_finite_values, describe_array
+from ...data.user_data.data_frames import is_frame
+from ...data.user_data.feature_names import order_columns
 from ...data.user_data.user_arrays import input_tensor
 from ...results.client_metrics import softmax
 from ...results.evaluation import SPLITS
@@ -36,7 +39,8 @@ def predict(run: Run, client: int | str, inputs: Any = None, series: str | None 
         client: its number or name.
         inputs: tensor or array ``[n, ...]``, or named ones, prepared as those that the clients train on; by
             default the client's own test examples. Unsigned bytes are divided by 255, as in
-            ``Federation.from_arrays``.
+            ``Federation.from_arrays``. The columns of a data frame are matched by name, if the clients' inputs
+            were data frames, too.
         series: which of the method's models; by default its headline.
 
     Returns:
@@ -44,11 +48,11 @@ def predict(run: Run, client: int | str, inputs: Any = None, series: str | None 
 
     Raises:
         ConfigError: if there is no such client or series, or the run is of a language model.
-        DataError: if the inputs do not have the form of the client's own.
+        DataError: if the inputs do not have the form and scale of the client's own, or are not finite.
     """
     client = run.federation.client(client).id
     data = run.federation.clients[client]
-    examples = data.test if inputs is None else _as_examples(inputs, data.train)
+    examples = data.test if inputs is None else _as_examples(inputs, data.train, run.federation)
     return _scores(run, client, examples, series)
 
 
@@ -166,7 +170,7 @@ def _predictor(run: Run, model: LocalModel, series: str | None) -> Predictor:
     return predictors[series or next(iter(predictors))]
 
 
-def _as_examples(inputs: Any, own: Examples) -> Examples:
+def _as_examples(inputs: Any, own: Examples, federation: Federation) -> Examples:
     """Inputs as examples with labels that mean nothing, on the device of the client's own."""
     if isinstance(inputs, dict) != isinstance(own.x, dict):
         kind = f"a dictionary with {sorted(own.x)}" if isinstance(own.x, dict) else "one tensor"
@@ -176,7 +180,10 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
     if isinstance(own.x, dict):
         if inputs.keys() != own.x.keys():
             raise DataError(f"the inputs must have the names {sorted(own.x)}, not {sorted(inputs)}")
-        named = {name: input_tensor(value, f"input {name!r}").to(device) for name, value in inputs.items()}
+        named = {
+            name: _as_tensor(value, f"the inputs {name!r}", name, federation).to(device)
+            for name, value in inputs.items()
+        }
         x = {name: convert_named_input(value, own.x[name].dtype) for name, value in named.items()}
         if wrong := [name for name, value in x.items() if value.dtype != own.x[name].dtype]:
             name = wrong[0]
@@ -184,7 +191,7 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
             raise DataError(f"the input {name!r} must be {wanted}, not {describe_array(named[name])}")
         count = len(next(iter(x.values())))
     else:
-        given = input_tensor(inputs, "the inputs").to(device)
+        given = _as_tensor(inputs, "the inputs", "", federation).to(device)
         x = convert_inputs(given, ids=own.x.dtype == torch.int64)
         if x.dtype != own.x.dtype:
             raise DataError(
@@ -196,6 +203,22 @@ def _as_examples(inputs: Any, own: Examples) -> Examples:
             raise DataError(f"the inputs must have the shape [{wanted}], not {[*x.shape]}")
         count = len(x)
     return Examples(x, torch.zeros(count, *own.y.shape[1:], dtype=own.y.dtype, device=device))
+
+
+def _as_tensor(inputs: Any, what: str, name: str, federation: Federation) -> Tensor:
+    """One input as a tensor of its own type, with the columns and the scale of those that clients train on."""
+    if is_frame(inputs) and name in federation.feature_names:
+        inputs = order_columns(inputs, federation.feature_names[name], what)
+    given = input_tensor(inputs, what)
+    check_finite_values(what, given)
+    if name in federation.byte_inputs and given.dtype != torch.uint8 and given.numel():
+        low, high = float(given.min()), float(given.max())
+        if low < 0 or high > 1:
+            raise DataError(
+                f"{what} are {describe_array(given)} with values from {low:g} to {high:g}, but the clients train on unsigned "
+                "bytes, which are divided by 255. Give unsigned bytes, x.astype('uint8'), or values from 0 to 1"
+            )
+    return given
 
 
 def _counted_examples(examples: Examples, loss: Loss) -> Any:
