@@ -1,4 +1,4 @@
-"""Prompts have the tokens that a model was trained on, whoever asks: scores, sample answers and conversations."""
+"""Prompts of scores, sample answers and conversations are tokenized as in training."""
 
 from __future__ import annotations
 

@@ -255,7 +255,12 @@ class Vectorized(Engine):
             (repr(method), infos[0].architecture, tree.form(upload)),
         )
         uploads = CohortUploads(upload, len(members), kind, self._memory)
-        failed = self._failed(method, federation, task, round, members, trainer)
+        # a member whose training met a NaN is called alone, for a method may handle the error
+        singles = trainer.singles() if trainer.errors else []
+        failed = {
+            k: self._alone(method, federation, task, round, members[k], singles[k])[1]
+            for k in sorted(trainer.errors)
+        }
         results = [
             failed.get(k) or ClientResult(states[k], uploads.row(k), m.local.meter)
             for k, m in enumerate(members)
@@ -263,24 +268,6 @@ class Vectorized(Engine):
         if all(result.error is not None for result in failed.values()):
             results = [dataclasses.replace(r, cohort=uploads, place=k) for k, r in enumerate(results)]
         return [(m.place, result) for m, result in zip(members, results, strict=True)]
-
-    def _failed(
-        self,
-        method: AnyMethod,
-        federation: Federation,
-        task: Task,
-        round: int,
-        members: Sequence[_Member],
-        trainer: CohortTrainer,
-    ) -> dict[int, ClientResult]:
-        """The results of members whose training met a NaN, each called alone: a method may handle the error."""
-        if not trainer.errors:
-            return {}
-        singles = trainer.singles()
-        return {
-            k: self._alone(method, federation, task, round, members[k], singles[k])[1]
-            for k in sorted(trainer.errors)
-        }
 
     def _alone(
         self,

@@ -110,6 +110,7 @@ class FedNova(Method[Params, None, Params, Params]):
         sizes = [client.examples for client in view.replied] or [1]
         steps = [self.local_passes()["local"].steps_over(n) for n in sizes]
         weights = [weight_of_gradients(s, self._momentum) for s in steps]
+        # equal τ need no numbers of examples, and the network compares the bits
         effective = weights[0]
         if len(set(weights)) > 1:
             effective = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)

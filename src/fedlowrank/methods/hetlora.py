@@ -129,7 +129,7 @@ class HetLoRA(Method[ServerState, Params, Message, Message]):
         """The zero-padded factors of scale 1, weighted; the weight of each component; the pruned rank."""
         factors, n = unpack_factors(upload.factors), float(client.examples)
         rank, top = rank_of_factors(factors), rank_of_factors(server.factors)
-        # the scale of a smaller rank may differ; what is left of a pruned update is in that of the rank sent
+        # a pruned upload has the scale of the rank that was sent, not that of its own rank
         unit = scale_factors(widen(factors), server.scaling.at(self._sent_rank(server, client)))
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)

@@ -150,14 +150,14 @@ def summarize(
     Args:
         values: ``[evaluations, clients]``; NaN for a client without a value, infinite if it is not finite.
         weights: ``[clients]`` or ``[evaluations, clients]``, the numbers of examples; None if they are not known.
-        lower_is_better: whether the worst value is the largest; None if nobody knows.
+        lower_is_better: whether the worst value is the largest; None if that is not known.
         is_evaluated: ``[evaluations, clients]``, whether a client was evaluated; None for all.
 
     Returns:
         Of each evaluation ``mean`` and ``std`` over the clients with a finite value (divided by their number, for
         they are no sample), ``weighted`` mean, and ``worst``, the mean of the worst ceil(10 %) of these
-        clients. They are NaN where no client has a finite value, ``worst`` also where nobody knows which value is
-        worse. Every client is in one of four numbers: ``clients`` with a finite value, ``non_finite`` whose value is
+        clients. They are NaN where no client has a finite value, ``worst`` also where the worse value is
+        not known. Every client is in one of four numbers: ``clients`` with a finite value, ``non_finite`` whose value is
         not finite, ``without`` a value although it was evaluated, such as without examples, and ``not_evaluated``.
     """
     # by columns, so that numpy adds up one client after another and a mean does not depend on memory layout

@@ -80,14 +80,14 @@ class RunGroup:
 
     def _estimate(self, column: str, series: str | None, measure: Measure | None) -> Estimate | None:
         name, by = self.headline if series is None else series, measure or self.measure
-        found = [(run.has_found_groups, known[column]) for run in self.runs
-                 if (known := run.results(name, by)) and math.isfinite(known.get(column, math.nan))]  # fmt: skip
+        rows = [(run.has_found_groups, row) for run in self.runs if (row := run.results(name, by))]
+        found = [(success, row[column]) for success, row in rows if math.isfinite(row.get(column, math.nan))]
         value = estimate(result for _, result in found)
         if value is None:
             return None
         successes, results = zip(*found, strict=True)
         seeds = [run.state for run in (*self.runs, *self.left_out)]
-        clients = int(self.results(series, by)["non_finite"].sum()) if column == "last" else 0
+        clients = int(sum(row["non_finite"] for _, row in rows)) if column == "last" else 0
         diverged = []
         if n := seeds.count("diverged"):
             diverged.append(f"{n} of {len(seeds)} seeds")

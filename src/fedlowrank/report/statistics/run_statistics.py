@@ -51,9 +51,9 @@ def format_estimate(measure: Measure, value: Estimate) -> str:
 
 
 def result_place(measure: Measure, value: Estimate) -> tuple[bool, float]:
-    """A sort key that puts the best result first, and last those of which anything diverged.
+    """A sort key that puts the best result first, and results with diverged seeds or clients last.
 
-    A mean of what is left may look better than it is.
+    The mean over the other seeds and clients may be too good.
     """
     return bool(value.diverged), measure.cost(value.mean)
 
