@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedlowrank.core.contract.client_model import ClientModel
 from fedlowrank.core.contract.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.pfedlora import PFedLoRA
+
+START = 0.97
+"""The share that a router gives to the client's own cluster when it starts there."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +68,17 @@ class UnsharedAdapter(Method[None, dict[str, Any], None, None]):
         """ω_k alone."""
         del down, view
         return ClientModel(state["model"])
+
+
+@dataclass(frozen=True)
+class StartedFloral(FederatedFloral):
+    """FLoRAL whose learned routers start at the clients' true clusters, and may leave them."""
+
+    title = "FLoRAL, routers start at the clusters"
+
+    def client_init(self, task: Task, client: ClientInfo) -> Tensor:
+        """θ with softmax(θ) = START at the client's cluster and equal shares elsewhere."""
+        del task
+        shares = torch.full((self.clusters,), (1 - START) / (self.clusters - 1))
+        shares[client.cluster] = START
+        return shares.log()
